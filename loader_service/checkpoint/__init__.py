@@ -1,0 +1,1 @@
+"""Reading a checkpoint's metadata: safetensors headers, indexes, Hub cache snapshots."""

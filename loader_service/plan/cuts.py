@@ -1,0 +1,283 @@
+"""Cuts: which indices of one dim each rank keeps, and the byte runs that follow from them.
+
+A cut is a value with two questions: does it allow a group size, and which intervals of its dim does
+a rank keep. Everything else (bytes, strides, padding) follows from the intervals in `cut_tensor`, so
+a new kind of cut is one small class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+from loader_service.checkpoint.catalog import TensorInfo
+from loader_service.checkpoint.dtypes import bits_of
+from loader_service.errors import PlanRefused
+from loader_service.plan.slices import Slice, StridedRun
+
+__all__ = ["Cut", "Even", "Fused", "Heads", "Kept", "Replicated", "Vocab", "allows", "cut_tensor"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank keeps along the cut dim.
+
+    Attributes:
+        intervals: (start, stop) in elements, in local order.
+        padding: zero elements that follow them.
+    """
+
+    intervals: tuple[tuple[int, int], ...]
+    padding: int = 0
+
+    @property
+    def size(self) -> int:
+        """Local elements along the dim, padding included."""
+        return sum(stop - start for start, stop in self.intervals) + self.padding
+
+
+class Cut(Protocol):
+    """How one dim of a tensor is divided over the ranks."""
+
+    @property
+    def name(self) -> str:
+        """Name for people and for `plan --explain`."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Dim that is cut."""
+        ...
+
+    def refusal(self, size: int, tp: int) -> str | None:
+        """Return why `size` elements cannot be cut for `tp` ranks, or None."""
+        ...
+
+    def kept(self, size: int, rank: int, tp: int) -> Kept:
+        """Return what `rank` keeps of `size` elements; only where `refusal` is None."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank keeps the whole tensor."""
+
+    name: str = "replicated"
+    dim: int = 0
+
+    def refusal(self, size: int, tp: int) -> str | None:
+        """Any group size is allowed."""
+        return None
+
+    def kept(self, size: int, rank: int, tp: int) -> Kept:
+        """Everything."""
+        return Kept(((0, size),))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Even:
+    """Equal contiguous parts of one dim: `column` cuts the output dim, `row` the input dim."""
+
+    name: str
+    dim: int
+
+    def refusal(self, size: int, tp: int) -> str | None:
+        """The dim must be divisible."""
+        return f"dim {self.dim} of {size} is not divisible by {tp}" if size % tp else None
+
+    def kept(self, size: int, rank: int, tp: int) -> Kept:
+        """The rank's part."""
+        part = size // tp
+        return Kept(((rank * part, (rank + 1) * part),))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vocab:
+    """ceil(size / tp) rows a rank; zero rows fill up the last ranks. A rank may be all padding."""
+
+    name: str = "vocab"
+    dim: int = 0
+
+    def refusal(self, size: int, tp: int) -> str | None:
+        """Any group size is allowed."""
+        return None
+
+    def kept(self, size: int, rank: int, tp: int) -> Kept:
+        """The rank's rows and its zero rows."""
+        part = -(-size // tp)
+        start, stop = min(size, rank * part), min(size, (rank + 1) * part)
+        return Kept(((start, stop),), padding=part - (stop - start))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Whole heads. With fewer heads than ranks, consecutive ranks keep the same head.
+
+    Attributes:
+        name: name of the cut.
+        dim: dim that holds the heads one after another.
+        count: heads in the tensor.
+        head_size: elements of one head along the dim.
+        replicable: whether fewer heads than ranks are allowed (key and value heads are).
+    """
+
+    name: str
+    dim: int
+    count: int
+    head_size: int
+    replicable: bool
+
+    def refusal(self, size: int, tp: int) -> str | None:
+        """Ranks must get whole heads, or heads whole groups of ranks."""
+        if size != self.count * self.head_size:
+            return f"dim {self.dim} is {size}, not {self.count} heads of {self.head_size}"
+        if self.count % tp == 0 or (self.replicable and tp % self.count == 0):
+            return None
+        return f"{self.count} heads cannot be shared by {tp} ranks"
+
+    def kept(self, size: int, rank: int, tp: int) -> Kept:
+        """The rank's heads, or the head that its group of ranks shares."""
+        first = rank * self.count // tp
+        heads = max(1, self.count // tp)
+        return Kept(((first * self.head_size, (first + heads) * self.head_size),))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fused:
+    """Several matrices stored one after another along a dim; each is cut by its own rule.
+
+    Attributes:
+        name: name of the cut.
+        dim: dim along which the parts are joined.
+        parts: (elements along the dim, cut of the part); the parts' own dims must be this one.
+    """
+
+    name: str
+    dim: int
+    parts: tuple[tuple[int, Cut], ...]
+
+    def refusal(self, size: int, tp: int) -> str | None:
+        """The parts must add up, and every part must allow the group size."""
+        if size != sum(part for part, _ in self.parts):
+            return f"dim {self.dim} is {size}, not {' + '.join(str(part) for part, _ in self.parts)}"
+        return next((why for part, cut in self.parts if (why := cut.refusal(part, tp))), None)
+
+    def kept(self, size: int, rank: int, tp: int) -> Kept:
+        """The rank's part of each matrix, joined again."""
+        intervals: list[tuple[int, int]] = []
+        base = 0
+        for part, cut in self.parts:
+            intervals += [
+                (base + start, base + stop) for start, stop in cut.kept(part, rank, tp).intervals
+            ]
+            base += part
+        return Kept(tuple(intervals))
+
+
+def cut_tensor(
+    tensor: TensorInfo, cut: Cut, tp: int, aliases: tuple[str, ...] = ()
+) -> tuple[Slice, ...]:
+    """Cut `tensor` for every rank; ranks that keep the same bytes share one `Slice`.
+
+    Raises:
+        PlanRefused: TP_NOT_DIVISIBLE, or SUB_BYTE_CUT where a cut of a packed dtype would fall
+            inside a byte.
+    """
+    if not tensor.shape:
+        cut = Replicated()
+    size = _size(tensor, cut)
+    why = cut.refusal(size, tp)
+    if why:
+        raise PlanRefused(
+            f"tensor {tensor.name!r} of shape {list(tensor.shape)}: {why}",
+            reason="TP_NOT_DIVISIBLE",
+            tensor=tensor.name,
+            tp=tp,
+        )
+    distinct: dict[Kept, Slice] = {}
+    slices = []
+    for rank in range(tp):
+        kept = cut.kept(size, rank, tp)
+        if kept not in distinct:
+            distinct[kept] = _slice(tensor, cut.dim, kept, aliases)
+        slices.append(distinct[kept])
+    return tuple(slices)
+
+
+def allows(tensor: TensorInfo, cut: Cut, tp: int) -> bool:
+    """Say whether `cut_tensor` would accept; cheap where no byte boundary is at stake."""
+    try:
+        if cut.refusal(_size(tensor, cut), tp):
+            return False
+        if bits_of(tensor.dtype, tensor.name) % 8:
+            cut_tensor(tensor, cut, tp)
+    except PlanRefused:
+        return False
+    return True
+
+
+def _size(tensor: TensorInfo, cut: Cut) -> int:
+    if not tensor.shape:
+        return 1
+    if cut.dim >= len(tensor.shape):
+        raise PlanRefused(
+            f"tensor {tensor.name!r} has {len(tensor.shape)} dims, a {cut.name} cut of dim "
+            f"{cut.dim} does not fit",
+            reason="SHAPE_MISMATCH",
+            tensor=tensor.name,
+        )
+    return tensor.shape[cut.dim]
+
+
+def _slice(tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...]) -> Slice:
+    shape = tensor.shape
+    local = shape[:dim] + (kept.size,) + shape[dim + 1 :] if shape else ()
+    bits = bits_of(tensor.dtype, tensor.name) * math.prod(shape[dim + 1 :])
+    outer = math.prod(shape[:dim])
+    source_stride = _whole_bytes(tensor, bits * (shape[dim] if shape else 1), outer > 1)
+    local_stride = _whole_bytes(tensor, bits * kept.size, always=True)
+    runs = []
+    local_offset = 0
+    for start, stop in kept.intervals:
+        length = _whole_bytes(tensor, bits * (stop - start), always=True)
+        offset = _whole_bytes(tensor, bits * start, always=True)
+        if length and outer:
+            runs.append(
+                _simplest(
+                    StridedRun(offset, source_stride, local_offset, local_stride, length, outer)
+                )
+            )
+        local_offset += length
+    return Slice(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=local,
+        nbytes=local_stride * outer,
+        wire_bytes=sum(run.nbytes for run in runs),
+        padding_rows=kept.padding,
+        aliases=aliases,
+        runs=tuple(runs),
+    )
+
+
+def _whole_bytes(tensor: TensorInfo, bits: int, always: bool) -> int:
+    """Return the bytes; refuse a boundary inside a byte where one would be needed."""
+    if bits % 8 and always:
+        raise PlanRefused(
+            f"tensor {tensor.name!r} of dtype {tensor.dtype}: a cut at {bits} bits falls inside a "
+            "byte",
+            reason="SUB_BYTE_CUT",
+            tensor=tensor.name,
+            dtype=tensor.dtype,
+        )
+    return bits // 8
+
+
+def _simplest(run: StridedRun) -> StridedRun:
+    """Write pieces that touch each other on both sides as one piece."""
+    if run.count > 1 and not run.length == run.source_stride == run.local_stride:
+        return run
+    return StridedRun(
+        run.source_offset, run.nbytes, run.local_offset, run.nbytes, run.nbytes, 1
+    )

@@ -1,0 +1,6 @@
+"""Version of the package and of the protocol between coordinator and worker."""
+
+__version__ = "0.1.0"
+
+PROTOCOL_VERSION = 1
+"""Grows when a coordinator and a worker of different versions could misunderstand each other."""
