@@ -29,6 +29,7 @@ LoaderError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import grpc
@@ -59,7 +60,8 @@ __all__ = [
     "WorkerNotFound",
     "WorkersUnavailable",
     "WrongState",
-    "from_reason",
+    "from_fields",
+    "to_fields",
 ]
 
 ERROR_DOMAIN = "loader-service"
@@ -304,7 +306,12 @@ CLASS_KEY = "error_class"
 """Name of the metadata entry that carries the class, so that the client raises the same one."""
 
 
-def from_reason(message: str, reason: str, metadata: dict[str, str]) -> LoaderError:
+def to_fields(error: LoaderError) -> tuple[str, str, dict[str, str]]:
+    """Return (reason, message, metadata) for the way; the metadata carries the class too."""
+    return error.reason, error.message, {**error.metadata, CLASS_KEY: type(error).__name__}
+
+
+def from_fields(reason: str, message: str, metadata: Mapping[str, str]) -> LoaderError:
     """Rebuild an error from what travelled: the class that was raised, or `InternalError`."""
     facts = dict(metadata)
     kind = _BY_NAME.get(facts.pop(CLASS_KEY, ""), InternalError)

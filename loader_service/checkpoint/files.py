@@ -43,6 +43,8 @@ _INDEX_NAMES = ("model.safetensors.index.json", "consolidated.safetensors.index.
 _SINGLE_NAME = "model.safetensors"
 _LFS_POINTER = re.compile(rb"\Aversion \S+\noid sha256:[0-9a-f]{64}\nsize (\d+)\n?", re.ASCII)
 _LFS_POINTER_MAX_BYTES = 1024
+_REFERENCE_MAX_BYTES = 200
+_REVISION = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 _NAMES_IN_ERROR = 5
 
 
@@ -64,15 +66,21 @@ def resolve_path(path: str, model_root: str) -> Path:
         PathOutsideRoot: when the path leaves the root, also through a symbolic link.
         CheckpointNotFound: when nothing is there.
     """
-    if "\0" in path:
-        raise CheckpointNotFound(f"no checkpoint at {path!r}: the path holds a zero byte", path=path)
+    if "\0" in path or not _is_unicode(path):
+        raise CheckpointNotFound(f"no checkpoint at {path!a}: no path reads so", path=ascii(path))
     root = Path(os.path.realpath(model_root))
-    real = Path(os.path.realpath(root / path))
-    if not real.is_relative_to(root):
+    place = root / path
+    if _type_of(place) == stat.S_IFDIR:
+        real = folder = Path(os.path.realpath(place))
+    else:
+        # A file keeps its own name: in a Hub snapshot it is a link to a blob named by its hash.
+        folder = Path(os.path.realpath(place.parent))
+        real = folder / place.name
+    if not folder.is_relative_to(root) or not _is_inside(real, _allowed_roots(folder, root)):
         raise PathOutsideRoot(f"{path!r} lies outside the model root", path=path)
-    if not real.exists():
+    if not _type_of(real):
         raise CheckpointNotFound(f"no checkpoint at {path!r}", path=path)
-    return _main_snapshot(real)
+    return _main_snapshot(real, root)
 
 
 def read_checkpoint(
@@ -98,9 +106,10 @@ def read_checkpoint(
             LimitExceeded, IndexMismatch or DataLoss, before any payload is read.
     """
     real = resolve_path(path, model_root)
-    folder = real if real.is_dir() else real.parent
+    is_folder = _type_of(real) == stat.S_IFDIR
+    folder = real if is_folder else real.parent
     roots = _allowed_roots(folder, Path(os.path.realpath(model_root)))
-    index_path = None if real.is_file() else _find_index(real)
+    index_path = _find_index(folder) if is_folder else None
     index = _read_index(index_path, roots) if index_path else None
     names = sorted(set(index[0].values())) if index else _scan(real)
 
@@ -115,7 +124,7 @@ def read_checkpoint(
     if index and index_path:
         _check_index(index[0], catalog, index_path.name)
         warnings += _check_total(index[1], catalog)
-    config = _read_json(folder / "config.json", roots, reason="INVALID_CONFIG")
+    config = _read_json(folder / "config.json", roots, reason="INVALID_CONFIG", allow_infinity=True)
     return Checkpoint(str(real), catalog, config, tuple(warnings))
 
 
@@ -125,17 +134,44 @@ def file_identity(descriptor: int) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _main_snapshot(folder: Path) -> Path:
-    reference = folder / "refs" / "main"
-    if not (folder / "snapshots").is_dir() or not reference.is_file():
+def _type_of(path: Path) -> int:
+    """Return the file type as `stat.S_IFMT` does, links followed; 0 where nothing can be found."""
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except (OSError, ValueError):  # ValueError: no file can have such a name
+        return 0
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a message can carry `text`; names on disk that are not UTF-8 hold lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_inside(path: Path, roots: tuple[Path, ...]) -> bool:
+    real = Path(os.path.realpath(path))
+    return any(real.is_relative_to(root) for root in roots)
+
+
+def _main_snapshot(folder: Path, root: Path) -> Path:
+    reference, snapshots = folder / "refs" / "main", folder / "snapshots"
+    if not _type_of(reference) or _type_of(snapshots) != stat.S_IFDIR:
         return folder
-    revision = reference.read_text(encoding="utf-8").strip()
-    snapshot = folder / "snapshots" / revision
-    if not re.fullmatch(r"[\w.-]+", revision) or not snapshot.is_dir():
+    with _open_inside(reference, (root,)) as descriptor:
+        length = min(os.fstat(descriptor).st_size, _REFERENCE_MAX_BYTES)
+        content = _pread_exact(descriptor, length, 0, "refs/main")
+    revision = content.decode("ascii", "replace").strip()
+    if not _REVISION.fullmatch(revision) or _type_of(snapshots / revision) != stat.S_IFDIR:
         raise CheckpointNotFound(
             f"{folder.name}: refs/main names snapshot {revision!r}, which is not there",
             path=str(folder),
         )
+    snapshot = Path(os.path.realpath(snapshots / revision))
+    if not snapshot.is_relative_to(root):
+        raise PathOutsideRoot(f"snapshot {revision} leads outside the model root", path=str(folder))
     return snapshot
 
 
@@ -147,31 +183,45 @@ def _allowed_roots(folder: Path, root: Path) -> tuple[Path, ...]:
 
 
 def _find_index(folder: Path) -> Path | None:
-    return next((folder / name for name in _INDEX_NAMES if (folder / name).exists()), None)
+    # A dangling link counts: without its index a folder could be read wrongly.
+    return next((folder / name for name in _INDEX_NAMES if os.path.lexists(folder / name)), None)
 
 
 def _scan(real: Path) -> list[str]:
-    if real.is_file():
+    if _type_of(real) != stat.S_IFDIR:
         return [real.name]
-    if (real / _SINGLE_NAME).exists():
+    return _scan_folder(real)
+
+
+def _scan_folder(folder: Path) -> list[str]:
+    if _type_of(folder / _SINGLE_NAME):
         return [_SINGLE_NAME]
-    names = sorted(entry.name for entry in real.iterdir() if entry.name.endswith(_SUFFIX))
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(_SUFFIX))
+    except OSError as error:
+        raise _open_error(folder, error) from error
     if not names:
         raise CheckpointNotFound(
-            f"{real} holds no {_SUFFIX} file; other formats are not read", path=str(real)
+            f"{folder} holds no {_SUFFIX} file; other formats are not read", path=str(folder)
         )
+    for name in names:
+        if not _is_unicode(name):
+            raise InvalidCheckpoint(
+                f"file name {name!a} is not valid UTF-8",
+                reason="INVALID_FILE_NAME",
+                file=ascii(name),
+            )
     return names
 
 
 @contextlib.contextmanager
 def _open_inside(path: Path, roots: tuple[Path, ...]) -> Iterator[int]:
     """Open a regular file whose real place is inside one of `roots`; yields a descriptor."""
-    real = Path(os.path.realpath(path))
-    if not any(real.is_relative_to(root) for root in roots):
+    if not _is_inside(path, roots):
         raise PathOutsideRoot(f"{path.name} leads outside the model root", path=str(path))
     try:
         # Non-blocking, so that a named pipe in place of a file cannot hang the reader.
-        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(os.path.realpath(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _open_error(path, error) from error
     try:
@@ -195,16 +245,16 @@ def _open_error(path: Path, error: OSError) -> DataLoss | CheckpointNotFound:
 def _pread_exact(descriptor: int, length: int, offset: int, name: str) -> bytes:
     try:
         data = os.pread(descriptor, length, offset)
-        while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
+        while len(data) < length and (
+            more := os.pread(descriptor, length - len(data), offset + len(data))
+        ):
             data += more
     except OSError as error:
         raise DataLoss(
             f"{name} cannot be read: {error.strerror}", reason="READ_FAILED", file=name
         ) from error
     if len(data) < length:
-        raise DataLoss(
-            f"{name} became shorter while it was read", reason="FILE_CHANGED", file=name
-        )
+        raise DataLoss(f"{name} became shorter while it was read", reason="FILE_CHANGED", file=name)
     return data
 
 
@@ -235,9 +285,7 @@ def _read_header(
         length = _header_length(descriptor, size, name, max_header_bytes)
         entries = parse_header(_pread_exact(descriptor, length, LENGTH_BYTES, name), name)
     start = LENGTH_BYTES + length
-    warning = check_coverage(
-        entries, size - start, name, allow_trailing_bytes=allow_trailing_bytes
-    )
+    warning = check_coverage(entries, size - start, name, allow_trailing_bytes=allow_trailing_bytes)
     file = CheckpointFile(name, os.path.realpath(folder / name), size, mtime_ns, inode)
     tensors = [
         TensorInfo(
@@ -281,7 +329,9 @@ def _header_length(descriptor: int, size: int, name: str, max_header_bytes: int)
     return length
 
 
-def _read_json(path: Path, roots: tuple[Path, ...], *, reason: str) -> dict[str, Any] | None:
+def _read_json(
+    path: Path, roots: tuple[Path, ...], *, reason: str, allow_infinity: bool = False
+) -> dict[str, Any] | None:
     """Return the JSON object in a small file, or None where there is no file."""
     if not os.path.lexists(path):
         return None
@@ -293,7 +343,8 @@ def _read_json(path: Path, roots: tuple[Path, ...], *, reason: str) -> dict[str,
                 file=path.name,
             )
         _refuse_lfs_pointer(descriptor, size, path.name)
-        return loads_strict(_pread_exact(descriptor, size, 0, path.name), path.name, reason=reason)
+        text = _pread_exact(descriptor, size, 0, path.name)
+    return loads_strict(text, path.name, reason=reason, allow_infinity=allow_infinity)
 
 
 def _read_index(path: Path, roots: tuple[Path, ...]) -> tuple[dict[str, str], object]:
@@ -318,7 +369,7 @@ def _read_index(path: Path, roots: tuple[Path, ...]) -> tuple[dict[str, str], ob
 
 
 def _check_shards_exist(folder: Path, weight_map: Mapping[str, str], index_name: str) -> None:
-    missing = sorted(name for name in set(weight_map.values()) if not (folder / name).exists())
+    missing = sorted(name for name in set(weight_map.values()) if not _type_of(folder / name))
     if missing:
         raise IndexMismatch(
             f"{index_name} names {_some(missing)}, which is not there",

@@ -7,7 +7,10 @@ from typing import Any
 
 from loader_service.errors import InvalidCheckpoint
 
-__all__ = ["flag", "positive_int"]
+__all__ = ["architectures", "flag", "layer_count", "positive_int"]
+
+_MAX_LAYERS = 10_000
+"""Far beyond known models; every layer costs its rules, so a wild number must not be believed."""
 
 
 def positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -26,6 +29,28 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
             field=key,
         )
     return value
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """Return `num_hidden_layers`.
+
+    Raises:
+        InvalidCheckpoint: INVALID_CONFIG.
+    """
+    layers = positive_int(config, "num_hidden_layers")
+    if layers > _MAX_LAYERS:
+        raise InvalidCheckpoint(
+            f"config.json: num_hidden_layers is {layers}, more than {_MAX_LAYERS}",
+            reason="INVALID_CONFIG",
+            field="num_hidden_layers",
+        )
+    return layers
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the class names in `architectures`; what is no list of strings counts as none."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool | None:

@@ -16,7 +16,18 @@ from loader_service.checkpoint.dtypes import bits_of
 from loader_service.errors import PlanRefused
 from loader_service.plan.slices import Slice, StridedRun
 
-__all__ = ["Cut", "Even", "Fused", "Heads", "Kept", "Replicated", "Vocab", "allows", "cut_tensor"]
+__all__ = [
+    "Cut",
+    "Even",
+    "Fused",
+    "Heads",
+    "Kept",
+    "Replicated",
+    "Vocab",
+    "cut_tensor",
+    "cuts_whole_bytes",
+    "divides",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +171,9 @@ class Fused:
     def refusal(self, size: int, tp: int) -> str | None:
         """The parts must add up, and every part must allow the group size."""
         if size != sum(part for part, _ in self.parts):
-            return f"dim {self.dim} is {size}, not {' + '.join(str(part) for part, _ in self.parts)}"
+            return (
+                f"dim {self.dim} is {size}, not {' + '.join(str(part) for part, _ in self.parts)}"
+            )
         return next((why for part, cut in self.parts if (why := cut.refusal(part, tp))), None)
 
     def kept(self, size: int, rank: int, tp: int) -> Kept:
@@ -184,8 +197,6 @@ def cut_tensor(
         PlanRefused: TP_NOT_DIVISIBLE, or SUB_BYTE_CUT where a cut of a packed dtype would fall
             inside a byte.
     """
-    if not tensor.shape:
-        cut = Replicated()
     size = _size(tensor, cut)
     why = cut.refusal(size, tp)
     if why:
@@ -205,20 +216,27 @@ def cut_tensor(
     return tuple(slices)
 
 
-def allows(tensor: TensorInfo, cut: Cut, tp: int) -> bool:
-    """Say whether `cut_tensor` would accept; cheap where no byte boundary is at stake."""
+def divides(tensor: TensorInfo, cut: Cut, tp: int) -> bool:
+    """Say whether the cut dim can be shared by `tp` ranks."""
     try:
-        if cut.refusal(_size(tensor, cut), tp):
-            return False
-        if bits_of(tensor.dtype, tensor.name) % 8:
-            cut_tensor(tensor, cut, tp)
+        return cut.refusal(_size(tensor, cut), tp) is None
+    except PlanRefused:
+        return False
+
+
+def cuts_whole_bytes(tensor: TensorInfo, cut: Cut, tp: int) -> bool:
+    """Say whether no boundary falls inside a byte, for a `tp` that divides the dim."""
+    if bits_of(tensor.dtype, tensor.name) % 8 == 0 or isinstance(cut, Replicated):
+        return True
+    try:
+        cut_tensor(tensor, cut, tp)
     except PlanRefused:
         return False
     return True
 
 
 def _size(tensor: TensorInfo, cut: Cut) -> int:
-    if not tensor.shape:
+    if not tensor.shape and isinstance(cut, Replicated):
         return 1
     if cut.dim >= len(tensor.shape):
         raise PlanRefused(
@@ -232,7 +250,7 @@ def _size(tensor: TensorInfo, cut: Cut) -> int:
 
 def _slice(tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...]) -> Slice:
     shape = tensor.shape
-    local = shape[:dim] + (kept.size,) + shape[dim + 1 :] if shape else ()
+    local = (*shape[:dim], kept.size, *shape[dim + 1 :]) if shape else ()
     bits = bits_of(tensor.dtype, tensor.name) * math.prod(shape[dim + 1 :])
     outer = math.prod(shape[:dim])
     source_stride = _whole_bytes(tensor, bits * (shape[dim] if shape else 1), outer > 1)
@@ -278,6 +296,4 @@ def _simplest(run: StridedRun) -> StridedRun:
     """Write pieces that touch each other on both sides as one piece."""
     if run.count > 1 and not run.length == run.source_stride == run.local_stride:
         return run
-    return StridedRun(
-        run.source_offset, run.nbytes, run.local_offset, run.nbytes, run.nbytes, 1
-    )
+    return StridedRun(run.source_offset, run.nbytes, run.local_offset, run.nbytes, run.nbytes, 1)

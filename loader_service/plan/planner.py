@@ -11,7 +11,7 @@ from loader_service.errors import InvalidCheckpoint, InvalidRequest, PlanRefused
 from loader_service.plan import tied
 from loader_service.plan.architectures import family_of
 from loader_service.plan.architectures.layout import Rule
-from loader_service.plan.cuts import Replicated, allows, cut_tensor
+from loader_service.plan.cuts import Replicated, cut_tensor, cuts_whole_bytes, divides
 from loader_service.plan.slices import LoadPlan, TensorPlan
 from loader_service.plan.tied import TiedHeadPolicy
 
@@ -79,7 +79,7 @@ def plan_load(checkpoint: Checkpoint, tp: int, options: PlanOptions | None = Non
             config, checkpoint.catalog, layout.embedding, layout.head, options.tied_head
         )
     sources = [tensor for tensor in checkpoint.catalog if tensor is not head.skipped]
-    rules = _rules(sources, layout, tp, options)
+    rules = _rules(sources, layout, options)
     try:
         tensors = [_plan_tensor(source, rules, layout, head, tp) for source in sources]
     except PlanRefused as refused:
@@ -138,9 +138,7 @@ def _no_plan(checkpoint: Checkpoint) -> PlanRefused:
     )
 
 
-def _rules(
-    sources: list[TensorInfo], layout: _Layout, tp: int, options: PlanOptions
-) -> dict[str, Rule]:
+def _rules(sources: list[TensorInfo], layout: _Layout, options: PlanOptions) -> dict[str, Rule]:
     """Return the rule of every tensor; names that no rule knows are refused or replicated."""
     unknown = [source.name for source in sources if source.name not in layout.rules]
     if unknown and layout.rules and options.unknown_tensors is UnknownTensorPolicy.REFUSE:
@@ -174,8 +172,10 @@ def _plan_tensor(
 def _valid_tp(sources: list[TensorInfo], rules: Mapping[str, Rule]) -> list[int]:
     """Return the group sizes that every tensor allows, by asking each distinct case once."""
     cases = {(source.dtype, source.shape, rules[source.name].cut): source for source in sources}
+    questions = [(source, cut) for (_, _, cut), source in cases.items()]
     return [
         tp
         for tp in range(1, MAX_TP + 1)
-        if all(allows(source, cut, tp) for (_, _, cut), source in cases.items())
+        if all(divides(source, cut, tp) for source, cut in questions)
+        and all(cuts_whole_bytes(source, cut, tp) for source, cut in questions)
     ]

@@ -17,7 +17,7 @@ from typing import Any
 
 from loader_service.checkpoint.catalog import TensorCatalog, TensorInfo
 from loader_service.errors import PlanRefused, TiedHeadDiffers
-from loader_service.plan.config import flag
+from loader_service.plan.config import architectures, flag
 
 __all__ = ["TiedHead", "TiedHeadPolicy", "decide", "well_known_pair"]
 
@@ -66,7 +66,7 @@ def well_known_pair(
     embedding = next((name for name in _EMBEDDINGS if name in catalog), None)
     if embedding is None or flag(config, "tie_word_embeddings") is None:
         return None
-    names = [str(name) for name in config.get("architectures") or ()]
+    names = architectures(config)
     causal = not names or any(name.endswith("ForCausalLM") for name in names)
     head = next((name for name in _HEADS if name in catalog), _HEADS[0] if causal else None)
     return embedding, head

@@ -78,7 +78,7 @@ def test_mypy_finds_nothing() -> None:
 
 
 def test_import_contracts_hold() -> None:
-    run(BIN / "lint-imports", "--no-cache")
+    run(BIN / "lint-imports", "--no-logo", "--no-cache")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 from loader_service.checkpoint.catalog import TensorCatalog
 from loader_service.plan.architectures.layout import Layout, Rule
-from loader_service.plan.config import positive_int
+from loader_service.plan.config import layer_count, positive_int
 from loader_service.plan.cuts import Even, Heads, Replicated, Vocab
 
 
@@ -31,7 +31,7 @@ def layout(config: Mapping[str, Any], catalog: TensorCatalog) -> Layout:
     ):
         rules[prefix + name] = Rule(role, Replicated(), "small, every rank needs all of it")
     layer_rules = list(_layer(config))
-    for layer in range(positive_int(config, "num_hidden_layers")):
+    for layer in range(layer_count(config)):
         for name, rule in layer_rules:
             rules[f"{prefix}encoder.layer.{layer}.{name}"] = rule
     return Layout(rules, embedding, head=None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from loader_service.checkpoint.catalog import TensorCatalog
 from loader_service.plan.architectures.layout import Layout, Rule
-from loader_service.plan.config import positive_int
+from loader_service.plan.config import architectures, layer_count, positive_int
 from loader_service.plan.cuts import Even, Heads, Replicated, Vocab
 
 HEAD = "lm_head.weight"
@@ -28,14 +28,14 @@ def layout(config: Mapping[str, Any], catalog: TensorCatalog) -> Layout:
         f"{prefix}norm.weight": Rule("final_norm", Replicated(), "every rank norms whole rows"),
     }
     layer_rules = list(_layer(config))
-    for layer in range(positive_int(config, "num_hidden_layers")):
+    for layer in range(layer_count(config)):
         for name, rule in layer_rules:
             rules[f"{prefix}layers.{layer}.{name}"] = rule
     return Layout(rules, embedding, None if _headless(config) else HEAD)
 
 
 def _headless(config: Mapping[str, Any]) -> bool:
-    return any(str(name).endswith("Model") for name in config.get("architectures") or ())
+    return any(name.endswith("Model") for name in architectures(config))
 
 
 def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:

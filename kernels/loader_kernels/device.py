@@ -1,0 +1,100 @@
+"""The Device port: one memory that tensors live in.
+
+The coordinator and the worker reach device memory through this port only, so that the NumPy device
+of a machine without a GPU runs the same code path as a CUDA device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+__all__ = ["Buffer", "Device", "DeviceMemory", "DeviceOutOfMemoryError"]
+
+
+class DeviceOutOfMemoryError(MemoryError):
+    """A device cannot hand out the bytes asked for.
+
+    Attributes:
+        wanted_bytes: bytes asked for.
+        free_bytes: bytes that were left.
+    """
+
+    def __init__(self, wanted_bytes: int, free_bytes: int) -> None:
+        """Say what was asked for and what was left."""
+        super().__init__(f"{wanted_bytes} bytes wanted, {free_bytes} bytes are free")
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device, in bytes.
+
+    Attributes:
+        allocated_bytes: handed out by this process and not freed, rounding included.
+        free_bytes: can still be handed out.
+        total_bytes: the whole device.
+    """
+
+    allocated_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+
+class Buffer(Protocol):
+    """Contiguous device memory. Owned by whoever allocated it; `Device.free` ends its life."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that may be used."""
+        ...
+
+
+class Device(Protocol):
+    """One device memory. Methods may be called from any thread; `free` ends a buffer's life."""
+
+    @property
+    def name(self) -> str:
+        """Name for people and for placement, for example `numpy` or `cuda:0`."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """Return what is handed out and what is left."""
+        ...
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Return a buffer of `nbytes` bytes, contents undefined; zero bytes are allowed.
+
+        Raises:
+            DeviceOutOfMemoryError: nothing was allocated.
+        """
+        ...
+
+    def free(self, buffer: Buffer) -> None:
+        """Give `buffer` back. The caller guarantees that nothing uses it any more."""
+        ...
+
+    def window(self, buffer: Buffer, offset: int, length: int) -> Any:
+        """Return a writable view of bytes [offset, offset + length) that a transport can fill.
+
+        The view is contiguous, of dtype uint8 and shape (length,), and offers the buffer protocol
+        or `__cuda_array_interface__`. It must not outlive the buffer.
+        """
+        ...
+
+    def copy(self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int) -> None:
+        """Copy `length` bytes inside the device; done when the call returns."""
+        ...
+
+    def zero(self, buffer: Buffer, offset: int, length: int) -> None:
+        """Set `length` bytes to zero; done when the call returns."""
+        ...
+
+    def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
+        """Return `length` bytes in host memory, read-only; valid while the buffer lives."""
+        ...
+
+    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
+        """Hash the memory in blocks, see `digest.hash_blocks`; computed from the device's bytes."""
+        ...

@@ -1,0 +1,1 @@
+"""The data plane: chunks, messages, transports, and the streamer that reads and sends."""

@@ -1,0 +1,346 @@
+"""Sending one load: read a step, hash it, send every rank its chunk, for all steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from loader_kernels import digest
+from loader_service.errors import LoaderError, WorkerLost
+from loader_service.plan.slices import Slice, TensorPlan
+from loader_service.stream import wire
+from loader_service.stream.chunks import Chunk, Extent, Step, plan_steps, rank_chunks
+from loader_service.stream.jobs import RankEndpoint, StartStream
+from loader_service.stream.reader import OpenFiles, Target, read_tensor
+from loader_service.stream.threads import run_in_thread
+from loader_service.stream.transport import Connection, PeerLostError, Transport
+from loader_service.stream.window import HostWindow
+
+__all__ = ["LoadSender"]
+
+CONNECT_TIMEOUT_SECONDS = 5.0
+
+_Result = TypeVar("_Result")
+
+
+class LoadSender:
+    """Streams one plan to its ranks. `run` does everything and cleans up after itself.
+
+    Cancelling `run` drops the connections; no thread reads and no buffer is in use when it returns.
+    """
+
+    def __init__(
+        self, job: StartStream, transport: Transport, window: HostWindow, readers: Executor
+    ) -> None:
+        """Prepare the steps; nothing is opened yet.
+
+        Args:
+            job: what to send, and where.
+            transport: how.
+            window: host memory that chunks are read to.
+            readers: threads that read files.
+        """
+        self._job = job
+        self._transport = transport
+        self._window = window
+        self._readers = readers
+        self._steps = plan_steps(job.plan, job.chunk_bytes)
+        self._digests = {
+            id(piece): _SliceDigest(piece)
+            for tensor in job.plan.tensors
+            for piece in tensor.slices
+        }
+        self._opened: dict[int, _RankLink] = {}
+        self._links: list[_RankLink] = []
+
+    @property
+    def done_bytes(self) -> tuple[int, ...]:
+        """Payload bytes of each rank that have landed and been hashed there."""
+        return tuple(link.done_bytes for link in self._links) or (0,) * self._job.plan.tp
+
+    @property
+    def verified(self) -> tuple[bool, ...]:
+        """Ranks whose worker has verified every slice."""
+        return tuple(link.verified for link in self._links) or (False,) * self._job.plan.tp
+
+    async def run(self, connected: Callable[[tuple[str, ...]], Awaitable[None]]) -> None:
+        """Send everything and return once every rank has verified it.
+
+        Args:
+            connected: called with each rank's data lanes when all ranks have let us in.
+
+        Raises:
+            LoaderError: the first thing that went wrong; WorkerLost for a broken connection.
+        """
+        files = await run_in_thread(self._readers, OpenFiles, self._job.plan.files)
+        try:
+            await _first_error(
+                [self._open_link(rank, endpoint) for rank, endpoint in enumerate(self._job.endpoints)]
+            )
+            self._links = [link for _, link in sorted(self._opened.items())]
+            await connected(tuple(link.lanes for link in self._links))
+            await _first_error(
+                [self._send_steps(files)]
+                + [link.take_credits() for link in self._links]
+                + [link.take_verdict() for link in self._links]
+            )
+            await run_in_thread(self._readers, files.check_unchanged)
+        finally:
+            for link in self._opened.values():
+                link.abort()
+            files.close()
+
+    async def _open_link(self, rank: int, endpoint: RankEndpoint) -> None:
+        chunks = rank_chunks(self._steps, rank)
+        self._opened[rank] = await _RankLink.open(self._transport, rank, endpoint, chunks)
+
+    async def _send_steps(self, files: OpenFiles) -> None:
+        next_index = [0] * len(self._links)
+        async with asyncio.TaskGroup() as group:
+            for step in self._steps:
+                indices = []
+                for rank, chunk in enumerate(step.chunks):
+                    indices.append(next_index[rank])
+                    if chunk is not None:
+                        await self._links[rank].take_credit()
+                        next_index[rank] += 1
+                payloads = _payloads(step, self._job.plan.tensors)
+                size = self._job.chunk_bytes
+                buffers = await self._window.acquire(size, sum(p.nbytes > 0 for p in payloads))
+                group.create_task(self._send_step(files, payloads, indices, buffers))
+
+    async def _send_step(
+        self,
+        files: OpenFiles,
+        payloads: list[_Payload],
+        indices: list[int],
+        buffers: list[memoryview],
+    ) -> None:
+        spare = list(buffers)
+        for payload in payloads:
+            payload.view = spare.pop()[: payload.nbytes] if payload.nbytes else memoryview(b"")
+        try:
+            parts = await run_in_thread(
+                self._readers, _read_step, files, self._job.plan.tensors, payloads
+            )
+            for piece, offset, hashes in parts:
+                self._digests[id(piece)].add(offset, hashes)
+            async with asyncio.TaskGroup() as group:
+                for payload in payloads:
+                    for rank in payload.ranks:
+                        group.create_task(self._send_chunk(rank, indices[rank], payload))
+        finally:
+            self._window.release(buffers)
+
+    async def _send_chunk(self, rank: int, index: int, payload: _Payload) -> None:
+        link = self._links[rank]
+        if payload.nbytes:
+            await link.send(wire.chunk_tag(index), payload.view)
+        ended = [
+            self._digests[id(piece)]
+            for piece, extent in payload.parts
+            if extent.offset + extent.length == piece.wire_bytes
+        ]
+        if ended:
+            record = b"".join([await slice_digest.value() for slice_digest in ended])
+            await link.send(wire.end_tag(index), bytearray(record))
+
+
+class _Payload:
+    """One chunk's bytes, and the ranks that get exactly these."""
+
+    def __init__(self, parts: tuple[tuple[Slice, Extent], ...], ranks: list[int]) -> None:
+        self.parts = parts
+        self.ranks = ranks
+        self.nbytes = sum(extent.length for _, extent in parts)
+        self.view = memoryview(b"")
+
+
+def _payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[_Payload]:
+    """Group the ranks of a step whose chunks hold the same slices."""
+    distinct: dict[tuple[int, ...], _Payload] = {}
+    for rank, chunk in enumerate(step.chunks):
+        if chunk is None:
+            continue
+        parts = tuple(
+            (tensors[extent.slice_index].slices[rank], extent) for extent in chunk.extents
+        )
+        key = tuple(id(piece) for piece, _ in parts)
+        distinct.setdefault(key, _Payload(parts, [])).ranks.append(rank)
+    return list(distinct.values())
+
+
+def _read_step(
+    files: OpenFiles, tensors: Sequence[TensorPlan], payloads: list[_Payload]
+) -> list[tuple[Slice, int, bytes]]:
+    """Fill the payloads' views; return (slice, offset, block hashes) of every distinct part."""
+    places: dict[int, dict[int, tuple[Slice, Extent, memoryview]]] = {}
+    copies: list[tuple[memoryview, memoryview]] = []
+    for payload in payloads:
+        position = 0
+        for piece, extent in payload.parts:
+            view = payload.view[position : position + extent.length]
+            position += extent.length
+            first = places.setdefault(extent.slice_index, {}).setdefault(
+                id(piece), (piece, extent, view)
+            )
+            if first[2] is not view:
+                copies.append((first[2], view))
+    hashed = []
+    for index, pieces in places.items():
+        targets = [Target(piece, extent.offset, view) for piece, extent, view in pieces.values()]
+        for target, hashes in zip(targets, read_tensor(files, tensors[index], targets), strict=True):
+            hashed.append((target.piece, target.begin, hashes))
+    for source, view in copies:
+        view[:] = source
+    return hashed
+
+
+class _SliceDigest:
+    """Expected digest of one slice, from the hashes of its parts in any order."""
+
+    def __init__(self, piece: Slice) -> None:
+        self._piece = piece
+        self._missing = digest.block_count(piece.nbytes)
+        self._parts: dict[int, bytes] = {}
+        self._complete = asyncio.Event()
+
+    def add(self, offset: int, hashes: bytes) -> None:
+        """Take the block hashes of the part that starts at `offset`."""
+        self._parts[offset] = hashes
+        self._missing -= len(hashes) // digest.HASH_BYTES
+        if not self._missing:
+            self._complete.set()
+
+    async def value(self) -> bytes:
+        """Return the digest, once all parts are there."""
+        await self._complete.wait()
+        hashes = b"".join(self._parts[offset] for offset in sorted(self._parts))
+        return digest.combine(hashes, self._piece.nbytes, self._piece.dtype, self._piece.shape)
+
+
+class _RankLink:
+    """The connection to one rank, its credits and how far it has come."""
+
+    def __init__(
+        self, connection: Connection, rank: int, worker_id: str, chunks: list[Chunk], credits: int
+    ) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._worker_id = worker_id
+        self._chunks = chunks
+        self._credits = asyncio.Semaphore(credits)
+        self.done_bytes = 0
+        self.verified = False
+
+    @classmethod
+    async def open(
+        cls, transport: Transport, rank: int, endpoint: RankEndpoint, chunks: list[Chunk]
+    ) -> _RankLink:
+        """Connect and exchange hello and welcome."""
+        welcome = bytearray(wire.WELCOME_BYTES)
+        try:
+            connection = await transport.connect(
+                endpoint.host, endpoint.port, CONNECT_TIMEOUT_SECONDS
+            )
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                    await connection.send(
+                        wire.TAG_HELLO, bytearray(wire.encode_hello(endpoint.token))
+                    )
+                    await connection.recv(wire.TAG_WELCOME, welcome)
+                credits = wire.decode_welcome(bytes(welcome))
+            except BaseException:
+                connection.abort()
+                raise
+        except (PeerLostError, wire.ProtocolError, TimeoutError) as error:
+            raise _worker_lost(endpoint.worker_id, rank, error) from error
+        return cls(connection, rank, endpoint.worker_id, chunks, credits)
+
+    @property
+    def lanes(self) -> str:
+        """What carries this rank's data."""
+        return self._connection.lanes
+
+    async def take_credit(self) -> None:
+        """Wait until one more chunk may be on the way."""
+        await self._credits.acquire()
+
+    async def send(self, tag: int, buffer: memoryview | bytearray) -> None:
+        """Send one message."""
+        try:
+            await self._connection.send(tag, buffer)
+        except PeerLostError as error:
+            raise _worker_lost(self._worker_id, self._rank, error) from error
+
+    async def take_credits(self) -> None:
+        """Take the credit of every chunk."""
+        message = bytearray(wire.CREDIT_BYTES)
+        for _ in self._chunks:
+            await self._recv(wire.TAG_CREDIT, message)
+            index = wire.decode_credit(message)
+            if not 0 <= index < len(self._chunks):
+                raise _worker_lost(
+                    self._worker_id, self._rank, wire.ProtocolError(f"credit for chunk {index}")
+                )
+            self.done_bytes += self._chunks[index].nbytes
+            self._credits.release()
+
+    async def take_verdict(self) -> None:
+        """Take the worker's verdict; raise what it says."""
+        message = bytearray(wire.VERDICT_BYTES)
+        await self._recv(wire.TAG_VERDICT, message)
+        error = wire.decode_verdict(bytes(message))
+        if error is not None:
+            raise error
+        self.verified = True
+
+    def abort(self) -> None:
+        """Drop the connection."""
+        self._connection.abort()
+
+    async def _recv(self, tag: int, buffer: bytearray) -> None:
+        try:
+            await self._connection.recv(tag, buffer)
+        except PeerLostError as error:
+            raise _worker_lost(self._worker_id, self._rank, error) from error
+
+
+def _worker_lost(worker_id: str, rank: int, error: Exception) -> WorkerLost:
+    return WorkerLost(
+        f"worker {worker_id!r} (rank {rank}) is gone from the data plane: {error}",
+        worker_id=worker_id,
+        rank=rank,
+    )
+
+
+async def _first_error(work: Sequence[Awaitable[_Result]]) -> list[_Result]:
+    """Run `work` together; the first failure cancels the rest and is raised by itself.
+
+    What a worker said of its own failure goes before the broken connections that follow from it.
+    """
+
+    async def wait_for(awaitable: Awaitable[_Result]) -> _Result:
+        return await awaitable
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(wait_for(awaitable)) for awaitable in work]
+    except BaseExceptionGroup as failed:
+        errors = list(_leaves(failed))
+        told = [
+            error
+            for error in errors
+            if isinstance(error, LoaderError) and not isinstance(error, WorkerLost)
+        ]
+        raise (told or errors)[0] from None
+    return [task.result() for task in tasks]
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves

@@ -1,0 +1,176 @@
+"""The worker's state: one device, one store, at most one load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+from loader_kernels.device import Device
+from loader_service import errors
+from loader_service.errors import LoadNotFound, WorkerBusy
+from loader_service.stream.transport import Transport
+from loader_service.v1 import coordinator_pb2, types_pb2
+from loader_service.v1.types_pb2 import WorkerLoadState
+from loader_worker.manifest import Manifest
+from loader_worker.session import LoadSession
+from loader_worker.store import WeightStore
+
+__all__ = ["Worker"]
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Prepares, commits and ends loads on one device. Used from one event loop."""
+
+    def __init__(self, worker_id: str, device: Device, transport: Transport) -> None:
+        """Start empty.
+
+        Args:
+            worker_id: name of the worker, kept across restarts.
+            device: device that the weights go to.
+            transport: data plane.
+        """
+        self.worker_id = worker_id
+        self.incarnation = uuid.uuid4().hex
+        self.device = device
+        self.store = WeightStore(device)
+        self.lanes = ""
+        self._transport = transport
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="device")
+        self._session: LoadSession | None = None
+        # Prepare, commit and abort change what the worker holds; one at a time.
+        self._changing = asyncio.Lock()
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """Threads for blocking work on the device."""
+        return self._threads
+
+    async def prepare(self, manifest: Manifest) -> tuple[int, bytes]:
+        """Get ready to receive `manifest`.
+
+        Returns:
+            (port of the data-plane listener, token that opens it).
+
+        Raises:
+            WorkerBusy: another load is here.
+            OutOfMemory: the slices do not fit.
+        """
+        async with self._changing:
+            await self._drop_failed()
+            if self._session is not None:
+                held = self._session.manifest.load_id
+                raise WorkerBusy(
+                    f"worker {self.worker_id!r} holds load {held}",
+                    worker_id=self.worker_id,
+                    load_id=held,
+                )
+            session = LoadSession(manifest, self.device, self._transport, self._threads)
+            answer = await session.prepare()
+            self._session = session
+            _log.info(
+                "load %s: prepared %d bytes for rank %d of %d",
+                manifest.load_id,
+                manifest.resident_bytes,
+                manifest.rank,
+                manifest.tp,
+            )
+            return answer
+
+    async def commit(self, load_id: str) -> None:
+        """Make a verified load visible; repeating it is harmless.
+
+        Raises:
+            LoadNotFound: the worker does not hold this load.
+            WrongState: the load is not verified.
+        """
+        async with self._changing:
+            session = self._require(load_id)
+            session.commit(self.store)
+            self.lanes = session.lanes
+            _log.info("load %s: committed", load_id)
+
+    async def abort(self, load_id: str) -> None:
+        """End a load in any state and free what it holds; a load that is not here is fine."""
+        async with self._changing:
+            if self._session is not None and self._session.manifest.load_id == load_id:
+                await self._end(self._session)
+                _log.info("load %s: released", load_id)
+
+    async def abort_uncommitted(self) -> None:
+        """End a load that is not committed; its coordinator is gone."""
+        async with self._changing:
+            session = self._session
+            if session and session.state != WorkerLoadState.WORKER_LOAD_STATE_COMMITTED:
+                await self._end(session)
+
+    async def close(self) -> None:
+        """End every load and free everything."""
+        async with self._changing:
+            if self._session is not None:
+                await self._end(self._session)
+        self._threads.shutdown()
+
+    def committed(self, load_id: str) -> LoadSession:
+        """Return the committed load.
+
+        Raises:
+            LoadNotFound: the worker does not hold it, or not committed.
+        """
+        session = self._require(load_id)
+        if session.state != WorkerLoadState.WORKER_LOAD_STATE_COMMITTED:
+            raise LoadNotFound(f"load {load_id} is not committed here", load_id=load_id)
+        return session
+
+    def memory(self) -> types_pb2.MemoryUsage:
+        """Return the device's memory and the store's part in it."""
+        memory = self.device.memory()
+        return types_pb2.MemoryUsage(
+            resident_bytes=self.store.resident_bytes(),
+            loaded_bytes=self.store.loaded_bytes,
+            allocated_bytes=memory.allocated_bytes,
+            free_bytes=memory.free_bytes,
+            total_bytes=memory.total_bytes,
+        )
+
+    def loads(self) -> list[coordinator_pb2.WorkerLoad]:
+        """Return what the worker holds or receives."""
+        session = self._session
+        if session is None:
+            return []
+        load = coordinator_pb2.WorkerLoad(
+            load_id=session.manifest.load_id,
+            rank=session.manifest.rank,
+            tp=session.manifest.tp,
+            state=session.state,
+            done_bytes=session.done_bytes,
+            transport=session.lanes,
+        )
+        if session.failure is not None:
+            reason, message, metadata = errors.to_fields(session.failure)
+            load.failure.MergeFrom(
+                types_pb2.Failure(reason=reason, message=message, metadata=metadata)
+            )
+        return [load]
+
+    def _require(self, load_id: str) -> LoadSession:
+        if self._session is None or self._session.manifest.load_id != load_id:
+            raise LoadNotFound(
+                f"worker {self.worker_id!r} does not hold load {load_id}",
+                load_id=load_id,
+                worker_id=self.worker_id,
+            )
+        return self._session
+
+    async def _drop_failed(self) -> None:
+        session = self._session
+        if session and session.state == WorkerLoadState.WORKER_LOAD_STATE_FAILED:
+            await self._end(session)
+
+    async def _end(self, session: LoadSession) -> None:
+        await session.abort()
+        self.store.release()
+        self._session = None
