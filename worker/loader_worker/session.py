@@ -165,8 +165,8 @@ class LoadSession:
             connection = await self._connected
             self._close_listener()
             self.state = WorkerLoadState.WORKER_LOAD_STATE_RECEIVING
-            await receiver.run(connection)
             self.lanes = connection.lanes
+            await receiver.run(connection)
             self.state = WorkerLoadState.WORKER_LOAD_STATE_VERIFIED
             await connection.send(wire.TAG_VERDICT, bytearray(wire.encode_verdict(None)))
         except PeerLostError as error:

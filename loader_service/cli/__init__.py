@@ -1,0 +1,1 @@
+"""`loaderctl`: the service at the command line."""

@@ -1,0 +1,197 @@
+"""The JSON documents that `loaderctl` prints: a format of its own, made here only.
+
+Keys are lowerCamelCase, byte counts are numbers, every field is printed (also 0, false and empty),
+enums come without their prefix, seconds are numbers, times are RFC 3339.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loader_service.errors import LoaderError, PlanRefused
+from loader_service.v1 import coordinator_pb2, types_pb2
+
+__all__ = [
+    "checkpoint_document",
+    "load_document",
+    "loads_document",
+    "plan_document",
+    "refusal_document",
+    "tensors_document",
+    "workers_document",
+]
+
+
+def load_document(load: types_pb2.Load) -> dict[str, Any]:
+    """Return the document of one load."""
+    return {
+        "loadId": load.load_id,
+        "state": load_state(load),
+        "path": load.path,
+        "architecture": load.architecture,
+        "tp": load.tp,
+        "replicas": load.replicas,
+        "sourceBytes": load.source_bytes,
+        "wireBytes": load.wire_bytes,
+        "residentBytes": load.resident_bytes,
+        "transferSeconds": load.transfer_duration.ToNanoseconds() / 1e9,
+        "totalSeconds": load.total_duration.ToNanoseconds() / 1e9,
+        "createTime": load.create_time.ToJsonString(),
+        "warnings": list(load.warnings),
+        "failure": _failure(load.failure) if load.HasField("failure") else None,
+        "ranks": [_rank(rank) for rank in load.ranks],
+    }
+
+
+def loads_document(loads: Sequence[types_pb2.Load]) -> dict[str, Any]:
+    """Return the document of `get loads`."""
+    return {"loads": [load_document(load) for load in loads]}
+
+
+def workers_document(workers: Sequence[types_pb2.Worker]) -> dict[str, Any]:
+    """Return the document of `get workers`."""
+    return {"workers": [_worker(worker) for worker in workers]}
+
+
+def tensors_document(
+    slices: Mapping[int, Sequence[types_pb2.TensorSlice]],
+) -> list[dict[str, Any]]:
+    """Return the document of `tensors`, sorted by rank and name."""
+    return [
+        {
+            "rank": rank,
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "bytes": tensor.bytes,
+            "paddingRows": tensor.padding_rows,
+            "aliases": list(tensor.aliases),
+            "sha256": tensor.sha256,
+        }
+        for rank in sorted(slices)
+        for tensor in sorted(slices[rank], key=lambda tensor: tensor.name)
+    ]
+
+
+def plan_document(plan: coordinator_pb2.PlanLoadResponse, explain: bool) -> dict[str, Any]:
+    """Return the document of `plan`; with `explain` also its tensors."""
+    document: dict[str, Any] = {
+        "path": plan.path,
+        "architecture": plan.architecture,
+        "tp": plan.tp,
+        "sourceBytes": plan.source_bytes,
+        "tiedHeadPresent": plan.tied_head_present,
+        "warnings": list(plan.warnings),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "sourceBytes": rank.source_bytes,
+                "wireBytes": rank.wire_bytes,
+                "residentBytes": rank.resident_bytes,
+                "replicatedBytes": rank.replicated_bytes,
+                "stagingPeakBytes": rank.staging_peak_bytes,
+                "deferredBytes": rank.deferred_bytes,
+                "tensors": rank.tensor_count,
+            }
+            for rank in plan.ranks
+        ],
+    }
+    if explain:
+        document["tensors"] = [
+            {
+                "name": tensor.name,
+                "role": tensor.role,
+                "storage": tensor.storage,
+                "cut": tensor.cut,
+                "reason": tensor.reason,
+            }
+            for tensor in plan.tensors
+        ]
+    return document
+
+
+def checkpoint_document(checkpoint: coordinator_pb2.InspectCheckpointResponse) -> dict[str, Any]:
+    """Return the document of `inspect`."""
+    return {
+        "path": checkpoint.path,
+        "architecture": checkpoint.architecture,
+        "tensorCount": checkpoint.tensor_count,
+        "payloadBytes": checkpoint.payload_bytes,
+        "files": list(checkpoint.files),
+        "warnings": list(checkpoint.warnings),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.bytes,
+                "file": tensor.file,
+                "offsetBytes": tensor.offset_bytes,
+            }
+            for tensor in checkpoint.tensors
+        ],
+    }
+
+
+def refusal_document(error: LoaderError) -> dict[str, Any]:
+    """Return the document of a refusal."""
+    valid_tp = list(error.valid_tp) if isinstance(error, PlanRefused) else []
+    return {"reason": error.reason, "message": error.message, "validTp": valid_tp}
+
+
+def load_state(load: types_pb2.Load) -> str:
+    """Return a load's state without the prefix."""
+    return types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_")
+
+
+def worker_state(worker: types_pb2.Worker) -> str:
+    """Return a worker's state without the prefix."""
+    return types_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+
+
+def _rank(rank: types_pb2.RankProgress) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "replica": rank.replica,
+        "workerId": rank.worker_id,
+        "tensors": rank.tensor_count,
+        "residentBytes": rank.resident_bytes,
+        "wireBytes": rank.total_bytes,
+        "doneBytes": rank.done_bytes,
+        "bytesPerSecond": rank.bytes_per_second,
+        "transport": rank.transport,
+        "bytesBySource": {
+            "coordinator": rank.bytes_by_source.coordinator_bytes,
+            "local": rank.bytes_by_source.local_bytes,
+            "peer": rank.bytes_by_source.peer_bytes,
+        },
+        "verified": rank.verified,
+    }
+
+
+def _worker(worker: types_pb2.Worker) -> dict[str, Any]:
+    memory = worker.memory
+    return {
+        "workerId": worker.worker_id,
+        "state": worker_state(worker),
+        "address": worker.address,
+        "host": worker.host,
+        "device": worker.device,
+        "incarnation": worker.incarnation,
+        "loadId": worker.load_id,
+        "rank": worker.rank,
+        "transport": worker.transport,
+        "residentBytes": memory.resident_bytes,
+        "loadedBytes": memory.loaded_bytes,
+        "allocatedBytes": memory.allocated_bytes,
+        "freeBytes": memory.free_bytes,
+        "totalBytes": memory.total_bytes,
+        "heartbeatTime": worker.heartbeat_time.ToJsonString(),
+        "packageVersion": worker.package_version,
+    }
+
+
+def _failure(failure: types_pb2.Failure) -> dict[str, Any]:
+    facts = {key: value for key, value in failure.metadata.items() if key != "error_class"}
+    return {"reason": failure.reason, "message": failure.message, "metadata": facts}

@@ -1,0 +1,1 @@
+"""The coordinator: keeps track of workers and loads, and runs the streamer."""

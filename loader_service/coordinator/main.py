@@ -1,0 +1,108 @@
+"""`loader-coordinator`: the server that clients and workers speak to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+
+from loader_service import addresses
+from loader_service.checkpoint.files import DEFAULT_MAX_HEADER_BYTES
+from loader_service.clock import SystemClock
+from loader_service.coordinator.coordinator import Coordinator
+from loader_service.coordinator.servicer import CoordinatorServicer
+from loader_service.coordinator.settings import DEFAULT_WINDOW_BYTES, Settings
+from loader_service.coordinator.streamer_process import StreamerProcess
+from loader_service.coordinator.worker_client import GrpcWorkerClient
+from loader_service.errors import LoaderError
+from loader_service.serving import Server, log_to_stderr, stop_requested
+from loader_service.sizes import parse_size
+from loader_service.v1 import coordinator_pb2_grpc
+from loader_service.version import __version__
+
+__all__ = ["main"]
+
+SERVICE = "loader_service.v1.CoordinatorService"
+
+
+async def serve(listen: str, settings: Settings, data_ports: str) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = stop_requested()
+    streamer = StreamerProcess(settings.window_bytes, data_ports)
+    coordinator = Coordinator(settings, SystemClock(), GrpcWorkerClient, streamer.stream)
+    server = Server([SERVICE])
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
+        CoordinatorServicer(coordinator), server.grpc
+    )
+    background = [
+        asyncio.create_task(streamer.run()),
+        asyncio.create_task(coordinator.watch_leases()),
+        asyncio.create_task(stop.wait()),
+    ]
+    address = await server.start(listen)
+    print(f"loader-coordinator listens at {address}", flush=True)
+    done, _ = await asyncio.wait(background, return_when=asyncio.FIRST_COMPLETED)
+    await coordinator.close()
+    await server.stop()
+    for task in background:
+        task.cancel()
+    await asyncio.wait(background)
+    for task in done:
+        # Only a fault ends a background task before the stop does.
+        task.result()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loader-coordinator",
+        description="Plans loads and streams checkpoints to workers.",
+    )
+    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
+    parser.add_argument("--model-root", required=True, metavar="DIR", help="where checkpoints lie")
+    parser.add_argument(
+        "--window-bytes",
+        type=parse_size,
+        default=DEFAULT_WINDOW_BYTES,
+        metavar="SIZE",
+        help="host memory for chunks on their way (default 512MiB)",
+    )
+    parser.add_argument(
+        "--max-header-bytes",
+        type=parse_size,
+        default=DEFAULT_MAX_HEADER_BYTES,
+        metavar="SIZE",
+        help="largest safetensors header that is accepted (default 256MiB)",
+    )
+    parser.add_argument("--heartbeat-seconds", type=float, default=1.0)
+    parser.add_argument("--lease-seconds", type=float, default=10.0)
+    parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not os.path.isdir(options.model_root):
+        parser.error(f"--model-root {options.model_root!r} is not a folder")
+    if not 0 < options.heartbeat_seconds < options.lease_seconds:
+        parser.error("--lease-seconds must be greater than --heartbeat-seconds")
+    log_to_stderr("coordinator")
+    try:
+        addresses.parse_ports(options.data_ports)
+        settings = Settings(
+            model_root=options.model_root,
+            window_bytes=options.window_bytes,
+            max_header_bytes=options.max_header_bytes,
+            heartbeat_seconds=options.heartbeat_seconds,
+            lease_seconds=options.lease_seconds,
+        )
+        asyncio.run(serve(options.listen, settings, options.data_ports))
+    except (LoaderError, OSError) as error:
+        sys.exit(f"loader-coordinator: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""One load as the coordinator keeps it: states, progress, and who waits for a change."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from loader_service import errors
+from loader_service.clock import Clock
+from loader_service.errors import LoaderError, WrongState
+from loader_service.plan.slices import LoadPlan
+from loader_service.v1 import types_pb2
+from loader_service.v1.types_pb2 import LoadState
+
+__all__ = ["LoadRecord", "is_settled", "is_terminal"]
+
+RATE_SECONDS = 2.0
+"""Rates are averages over this time."""
+
+_S = LoadState
+_NEXT: dict[LoadState.ValueType, frozenset[LoadState.ValueType]] = {
+    _S.LOAD_STATE_PENDING: frozenset({_S.LOAD_STATE_PLANNING}),
+    _S.LOAD_STATE_PLANNING: frozenset({_S.LOAD_STATE_PREPARING}),
+    _S.LOAD_STATE_PREPARING: frozenset({_S.LOAD_STATE_STREAMING}),
+    _S.LOAD_STATE_STREAMING: frozenset({_S.LOAD_STATE_VERIFYING}),
+    _S.LOAD_STATE_VERIFYING: frozenset({_S.LOAD_STATE_COMMITTING}),
+    _S.LOAD_STATE_COMMITTING: frozenset({_S.LOAD_STATE_SUCCEEDED}),
+    _S.LOAD_STATE_SUCCEEDED: frozenset({_S.LOAD_STATE_DEGRADED, _S.LOAD_STATE_UNLOADING}),
+    _S.LOAD_STATE_DEGRADED: frozenset({_S.LOAD_STATE_UNLOADING}),
+    _S.LOAD_STATE_UNLOADING: frozenset({_S.LOAD_STATE_UNLOADED}),
+}
+_TERMINAL = frozenset(
+    {_S.LOAD_STATE_FAILED, _S.LOAD_STATE_CANCELLED, _S.LOAD_STATE_UNLOADED}
+)
+_BEFORE_COMMIT = (
+    _S.LOAD_STATE_PENDING,
+    _S.LOAD_STATE_PLANNING,
+    _S.LOAD_STATE_PREPARING,
+    _S.LOAD_STATE_STREAMING,
+    _S.LOAD_STATE_VERIFYING,
+)
+
+_numbers = itertools.count()
+_LAST_NUMBER = 10**15
+
+
+def is_terminal(state: LoadState.ValueType) -> bool:
+    """Say whether nothing more will happen to a load."""
+    return state in _TERMINAL
+
+
+def is_settled(state: LoadState.ValueType) -> bool:
+    """Say whether the request to load has been answered, one way or the other."""
+    return is_terminal(state) or state in (_S.LOAD_STATE_SUCCEEDED, _S.LOAD_STATE_DEGRADED)
+
+
+@dataclasses.dataclass(slots=True)
+class _Rank:
+    """Progress of one rank; `samples` are (time, done bytes) of the last seconds."""
+
+    worker_id: str
+    tensor_count: int = 0
+    resident_bytes: int = 0
+    total_bytes: int = 0
+    done_bytes: int = 0
+    lanes: str = ""
+    verified: bool = False
+    samples: deque[tuple[float, int]] = dataclasses.field(default_factory=deque)
+
+    def advance(self, done_bytes: int, verified: bool, now: float) -> None:
+        self.done_bytes = max(self.done_bytes, done_bytes)
+        self.verified = verified
+        self.samples.append((now, self.done_bytes))
+        while self.samples[0][0] < now - RATE_SECONDS:
+            self.samples.popleft()
+
+    def rate(self) -> float:
+        if len(self.samples) < 2:
+            return 0.0
+        (first_time, first_bytes), (last_time, last_bytes) = self.samples[0], self.samples[-1]
+        return (last_bytes - first_bytes) / (last_time - first_time) if last_time > first_time else 0.0
+
+
+class LoadRecord:
+    """State and progress of one load. Used from one event loop; readers get snapshots."""
+
+    def __init__(self, load_id: str, path: str, tp: int, clock: Clock) -> None:
+        """Start in PENDING."""
+        self.load_id = load_id
+        self.path = path
+        self.tp = tp
+        self.state: LoadState.ValueType = _S.LOAD_STATE_PENDING
+        self.failure: LoaderError | None = None
+        self.plan: LoadPlan | None = None
+        self._clock = clock
+        self._number = next(_numbers)
+        self._created = clock.monotonic()
+        self._created_wall = clock.time()
+        self._settled: float | None = None
+        self._transfer: list[float] = []
+        self._ranks: list[_Rank] = []
+        self._revision = 1
+        self._changed = asyncio.Event()
+
+    def order_key(self) -> str:
+        """Return a text that sorts loads newest first."""
+        return f"{_LAST_NUMBER - self._number:016d}"
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change."""
+        return self._revision
+
+    def move_to(self, state: LoadState.ValueType) -> None:
+        """Go to the next state.
+
+        Raises:
+            WrongState: the state cannot follow the present one.
+        """
+        if state not in _NEXT.get(self.state, frozenset()):
+            raise self.wrong_state(f"cannot become {_name(state)}")
+        now = self._clock.monotonic()
+        if state in (_S.LOAD_STATE_STREAMING, _S.LOAD_STATE_COMMITTING):
+            self._transfer.append(now)
+        self._enter(state, now)
+
+    def end(self, state: LoadState.ValueType, failure: LoaderError | None) -> None:
+        """Go to FAILED or CANCELLED, from any state that is not terminal."""
+        if is_terminal(self.state):
+            raise self.wrong_state("has ended already")
+        now = self._clock.monotonic()
+        if len(self._transfer) == 1:
+            self._transfer.append(now)
+        self.failure = failure
+        self._enter(state, now)
+
+    def check_can_cancel(self) -> None:
+        """Raise `WrongState` when the load is being committed or has been."""
+        if self.state not in _BEFORE_COMMIT:
+            raise self.wrong_state("cannot be cancelled any more")
+
+    def wrong_state(self, what: str) -> WrongState:
+        """Return the error for a verb that does not fit the state."""
+        name = _name(self.state)
+        return WrongState(
+            f"load {self.load_id} is {name} and {what}", load_id=self.load_id, state=name
+        )
+
+    def set_group(self, worker_ids: Sequence[str]) -> None:
+        """Say which workers hold the ranks."""
+        self._ranks = [_Rank(worker_id) for worker_id in worker_ids]
+        self._touch()
+
+    def set_plan(self, plan: LoadPlan) -> None:
+        """Say what is to be moved."""
+        self.plan = plan
+        self.path = plan.path
+        for number, rank in enumerate(self._ranks):
+            totals = plan.totals(number)
+            rank.tensor_count = totals.tensor_count
+            rank.resident_bytes = totals.resident_bytes
+            rank.total_bytes = totals.wire_bytes
+        self._touch()
+
+    def set_lanes(self, lanes: Sequence[str]) -> None:
+        """Say what carries each rank's data."""
+        for rank, lane in zip(self._ranks, lanes, strict=True):
+            rank.lanes = lane
+        self._touch()
+
+    def set_progress(self, done_bytes: Sequence[int], verified: Sequence[bool]) -> None:
+        """Say how far each rank has come."""
+        now = self._clock.monotonic()
+        for rank, done, ok in zip(self._ranks, done_bytes, verified, strict=True):
+            rank.advance(done, ok, now)
+        self._touch()
+
+    @property
+    def all_landed(self) -> bool:
+        """Whether every rank has all of its bytes."""
+        return all(rank.done_bytes == rank.total_bytes for rank in self._ranks)
+
+    async def wait_for_change(self, after_revision: int) -> None:
+        """Return once the revision is greater than `after_revision`."""
+        while self._revision <= after_revision:
+            await self._changed.wait()
+
+    async def wait_until_settled(self) -> None:
+        """Return once the request to load has been answered."""
+        while not is_settled(self.state):
+            await self._changed.wait()
+
+    def message(self) -> types_pb2.Load:
+        """Return the load as clients see it."""
+        plan = self.plan
+        load = types_pb2.Load(
+            load_id=self.load_id,
+            state=self.state,
+            path=self.path,
+            architecture=plan.architecture if plan else "",
+            tp=self.tp,
+            replicas=1,
+            source_bytes=plan.source_bytes if plan else 0,
+            wire_bytes=sum(rank.total_bytes for rank in self._ranks),
+            resident_bytes=sum(rank.resident_bytes for rank in self._ranks),
+            ranks=[self._rank_message(number, rank) for number, rank in enumerate(self._ranks)],
+            warnings=plan.warnings if plan else (),
+            revision=self._revision,
+        )
+        load.create_time.FromNanoseconds(int(self._created_wall * 1e9))
+        now = self._clock.monotonic()
+        load.total_duration.FromNanoseconds(int(((self._settled or now) - self._created) * 1e9))
+        if self._transfer:
+            begin, end = self._transfer[0], (*self._transfer, now)[1]
+            load.transfer_duration.FromNanoseconds(int((end - begin) * 1e9))
+        if self.failure is not None:
+            reason, message, metadata = errors.to_fields(self.failure)
+            load.failure.CopyFrom(
+                types_pb2.Failure(reason=reason, message=message, metadata=metadata)
+            )
+        return load
+
+    def _rank_message(self, number: int, rank: _Rank) -> types_pb2.RankProgress:
+        return types_pb2.RankProgress(
+            rank=number,
+            worker_id=rank.worker_id,
+            tensor_count=rank.tensor_count,
+            resident_bytes=rank.resident_bytes,
+            total_bytes=rank.total_bytes,
+            done_bytes=rank.done_bytes,
+            bytes_per_second=0.0 if is_settled(self.state) else rank.rate(),
+            transport=rank.lanes,
+            bytes_by_source=types_pb2.BytesBySource(coordinator_bytes=rank.done_bytes),
+            verified=rank.verified,
+        )
+
+    def _enter(self, state: LoadState.ValueType, now: float) -> None:
+        self.state = state
+        if is_settled(state) and self._settled is None:
+            self._settled = now
+        self._touch()
+
+    def _touch(self) -> None:
+        self._revision += 1
+        # Waiters of the past go on; later ones wait for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _name(state: LoadState.ValueType) -> str:
+    return LoadState.Name(state).removeprefix("LOAD_STATE_")

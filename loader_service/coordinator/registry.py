@@ -1,0 +1,231 @@
+"""Workers, their leases, and which of them form a group. Pure: time comes in as a number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from loader_service.errors import (
+    InvalidRequest,
+    VersionSkew,
+    WorkerBusy,
+    WorkerNotFound,
+    WorkersUnavailable,
+)
+from loader_service.v1 import coordinator_pb2, types_pb2
+from loader_service.v1.types_pb2 import WorkerLoadState, WorkerState
+from loader_service.version import PROTOCOL_VERSION
+
+__all__ = ["WorkerRecord", "WorkerRegistry"]
+
+
+@dataclasses.dataclass(slots=True)
+class WorkerRecord:
+    """What the coordinator knows of one worker.
+
+    Attributes:
+        registration: what the worker said when it registered.
+        lease_end: time at which it counts as lost.
+        heartbeat_time: wall-clock time of the last heartbeat, seconds since the epoch.
+        memory: device memory at the last heartbeat.
+        loads: loads that the worker reported.
+        lost: the lease ran out or the worker has left.
+        load_id: load that the worker is reserved for; empty when idle.
+        rank: rank in that load.
+    """
+
+    registration: coordinator_pb2.RegisterWorkerRequest
+    lease_end: float
+    heartbeat_time: float
+    memory: types_pb2.MemoryUsage
+    loads: list[coordinator_pb2.WorkerLoad] = dataclasses.field(default_factory=list)
+    lost: bool = False
+    load_id: str = ""
+    rank: int = 0
+
+    @property
+    def worker_id(self) -> str:
+        """Name of the worker."""
+        return self.registration.worker_id
+
+    @property
+    def state(self) -> WorkerState.ValueType:
+        """State as clients see it."""
+        if self.lost:
+            return WorkerState.WORKER_STATE_LOST
+        # A worker that still gives an ended load back is not idle yet.
+        busy = self.load_id or any(
+            load.state != WorkerLoadState.WORKER_LOAD_STATE_FAILED for load in self.loads
+        )
+        return WorkerState.WORKER_STATE_BUSY if busy else WorkerState.WORKER_STATE_READY
+
+    def message(self) -> types_pb2.Worker:
+        """Return the worker as clients see it."""
+        worker = types_pb2.Worker(
+            worker_id=self.worker_id,
+            address=self.registration.address,
+            host=self.registration.host,
+            device=self.registration.device,
+            state=self.state,
+            incarnation=self.registration.incarnation,
+            memory=self.memory,
+            load_id=self.load_id,
+            rank=self.rank,
+            transport=self.loads[0].transport if self.loads else "",
+            package_version=self.registration.package_version,
+        )
+        worker.heartbeat_time.FromNanoseconds(int(self.heartbeat_time * 1e9))
+        return worker
+
+
+class WorkerRegistry:
+    """All workers by id. Reserving and giving back is all-or-nothing."""
+
+    def __init__(self, lease_seconds: float) -> None:
+        """Start without workers; a lease lasts `lease_seconds` after each heartbeat."""
+        self._lease_seconds = lease_seconds
+        self._workers: dict[str, WorkerRecord] = {}
+
+    def register(
+        self, request: coordinator_pb2.RegisterWorkerRequest, now: float, wall_time: float
+    ) -> str:
+        """Take a worker in; a new life of a known worker replaces the old one.
+
+        Returns:
+            The load that the worker's earlier life held and that is lost with it, or "".
+
+        Raises:
+            VersionSkew: the worker speaks another version of the protocol.
+            InvalidRequest: a field is missing.
+        """
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise VersionSkew(
+                f"worker {request.worker_id!r} speaks protocol {request.protocol_version} (package "
+                f"{request.package_version}), this coordinator speaks {PROTOCOL_VERSION}",
+                worker_id=request.worker_id,
+            )
+        for field in ("worker_id", "incarnation", "address"):
+            if not getattr(request, field):
+                raise InvalidRequest(f"{field} is missing", field=field)
+        earlier = self._workers.get(request.worker_id)
+        record = WorkerRecord(request, now + self._lease_seconds, wall_time, request.memory)
+        self._workers[request.worker_id] = record
+        if earlier is None:
+            return ""
+        if earlier.registration.incarnation != request.incarnation:
+            return earlier.load_id
+        record.load_id, record.rank, record.loads = earlier.load_id, earlier.rank, earlier.loads
+        return ""
+
+    def heartbeat(
+        self, request: coordinator_pb2.HeartbeatRequest, now: float, wall_time: float
+    ) -> WorkerRecord:
+        """Renew a lease and take the report.
+
+        Raises:
+            WorkerNotFound: the worker must register (again).
+        """
+        record = self._require(request.worker_id, request.incarnation)
+        if record.lost:
+            raise WorkerNotFound(
+                f"the lease of worker {request.worker_id!r} ran out", worker_id=request.worker_id
+            )
+        record.lease_end = now + self._lease_seconds
+        record.heartbeat_time = wall_time
+        record.memory = request.memory
+        record.loads = list(request.loads)
+        return record
+
+    def deregister(self, worker_id: str, incarnation: str) -> str:
+        """Forget a worker that stops; return the load that it held, or "".
+
+        Raises:
+            WorkerNotFound: it is not (or no longer) this life of the worker.
+        """
+        record = self._require(worker_id, incarnation)
+        del self._workers[worker_id]
+        return record.load_id
+
+    def expire(self, now: float) -> list[WorkerRecord]:
+        """Mark workers whose lease ran out as lost; return those that were not before."""
+        expired = [
+            record
+            for record in self._workers.values()
+            if not record.lost and record.lease_end <= now
+        ]
+        for record in expired:
+            record.lost = True
+        return expired
+
+    def reserve(self, load_id: str, tp: int, worker_ids: Sequence[str]) -> list[WorkerRecord]:
+        """Choose the group of a load, in rank order, and reserve it.
+
+        Without `worker_ids`: idle workers, those that share a host first, then by id.
+
+        Raises:
+            WorkersUnavailable: fewer idle workers than ranks.
+            WorkerBusy: a named worker is not idle.
+            WorkerNotFound: a named worker is unknown or lost.
+            InvalidRequest: the names do not fit the number of ranks.
+        """
+        group = self._named(tp, worker_ids) if worker_ids else self._idle(tp)
+        for rank, record in enumerate(group):
+            record.load_id, record.rank = load_id, rank
+        return group
+
+    def give_back(self, load_id: str) -> None:
+        """End the reservations of a load."""
+        for record in self._workers.values():
+            if record.load_id == load_id:
+                record.load_id, record.rank = "", 0
+
+    def all(self) -> list[WorkerRecord]:
+        """Return the workers by id."""
+        return sorted(self._workers.values(), key=lambda record: record.worker_id)
+
+    def _require(self, worker_id: str, incarnation: str) -> WorkerRecord:
+        record = self._workers.get(worker_id)
+        if record is None or record.registration.incarnation != incarnation:
+            raise WorkerNotFound(
+                f"worker {worker_id!r} is not registered in this life", worker_id=worker_id
+            )
+        return record
+
+    def _idle(self, tp: int) -> list[WorkerRecord]:
+        ready = [record for record in self.all() if record.state == WorkerState.WORKER_STATE_READY]
+        if len(ready) < tp:
+            names = ", ".join(record.worker_id for record in ready) or "none"
+            raise WorkersUnavailable(
+                f"{tp} idle workers are needed, {len(ready)} are there: {names}",
+                needed=tp,
+                idle=",".join(record.worker_id for record in ready),
+            )
+        hosts: dict[str, list[WorkerRecord]] = {}
+        for record in ready:
+            hosts.setdefault(record.registration.host, []).append(record)
+        # The smallest host that takes the whole group; else the fullest hosts one after another.
+        fitting = [workers for workers in hosts.values() if len(workers) >= tp]
+        if fitting:
+            return min(fitting, key=len)[:tp]
+        by_size = sorted(hosts.values(), key=len, reverse=True)
+        return [record for workers in by_size for record in workers][:tp]
+
+    def _named(self, tp: int, worker_ids: Sequence[str]) -> list[WorkerRecord]:
+        if len(worker_ids) != tp or len(set(worker_ids)) != tp:
+            raise InvalidRequest(
+                f"{tp} different workers must be named for tp={tp}, not {', '.join(worker_ids)}",
+                field="worker_ids",
+            )
+        group = []
+        for worker_id in worker_ids:
+            record = self._workers.get(worker_id)
+            if record is None or record.lost:
+                raise WorkerNotFound(f"worker {worker_id!r} is not there", worker_id=worker_id)
+            if record.state != WorkerState.WORKER_STATE_READY:
+                raise WorkerBusy(
+                    f"worker {worker_id!r} holds load {record.load_id or '(being given back)'}",
+                    worker_id=worker_id,
+                    load_id=record.load_id,
+                )
+            group.append(record)
+        return group

@@ -1,0 +1,215 @@
+"""Carrying one load through its states, and cleaning up after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from loader_service.checkpoint.catalog import Checkpoint
+from loader_service.coordinator.record import LoadRecord
+from loader_service.coordinator.registry import WorkerRecord
+from loader_service.coordinator.worker_client import ConnectWorker, WorkerClient
+from loader_service.errors import InternalError, LoadCancelled, LoaderError, WorkerLost
+from loader_service.plan.planner import PlanOptions, plan_load
+from loader_service.plan.slices import LoadPlan
+from loader_service.stream.chunks import Chunk, chunk_bytes_for, plan_steps, rank_chunks
+from loader_service.stream.jobs import (
+    Event,
+    RankEndpoint,
+    StartStream,
+    StreamConnected,
+    StreamProgress,
+)
+from loader_service.stream.manifests import manifest_pages
+from loader_service.v1.types_pb2 import LoadState
+
+__all__ = ["LoadRequest", "LoadRunner", "Stream"]
+
+_log = logging.getLogger(__name__)
+
+CLEANUP_SECONDS = 1.5
+"""How long ending a failed load waits for its workers; a late one is told by its next heartbeat."""
+
+COMMIT_RETRY_SECONDS = 0.2
+
+Stream = Callable[[StartStream, Callable[[Event], None]], Awaitable[None]]
+"""Runs a job in the streamer; raises why it ended, if it was not success."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a client asked for.
+
+    Attributes:
+        read: reads the checkpoint's metadata; blocking.
+        tp: ranks of the group.
+        options: how to plan.
+        window_bytes: host memory of the streamer that all ranks share.
+        lease_seconds: how long a commit that has begun is retried.
+    """
+
+    read: Callable[[], Checkpoint]
+    tp: int
+    options: PlanOptions
+    window_bytes: int
+    lease_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    plan: LoadPlan
+    chunk_bytes: int
+    chunks: list[list[Chunk]]
+
+
+class LoadRunner:
+    """Runs one load. `run` ends with the record in a settled state, whatever happens."""
+
+    def __init__(
+        self,
+        record: LoadRecord,
+        request: LoadRequest,
+        choose_group: Callable[[], Awaitable[Sequence[WorkerRecord]]],
+        connect: ConnectWorker,
+        stream: Stream,
+    ) -> None:
+        """Describe the load.
+
+        Args:
+            record: state and progress, written by this runner only.
+            request: what to load.
+            choose_group: reserves the workers, in rank order; may wait.
+            connect: opens a client for a worker.
+            stream: runs a job in the streamer.
+        """
+        self.record = record
+        self._request = request
+        self._choose_group = choose_group
+        self._connect = connect
+        self._stream = stream
+        self._clients: list[WorkerClient] = []
+        self._work: asyncio.Task[None] | None = None
+        self._cause: LoaderError | None = None
+
+    async def run(self) -> None:
+        """Carry the load to SUCCEEDED, or to FAILED or CANCELLED with nothing left behind."""
+        self._work = asyncio.create_task(self._load())
+        await asyncio.wait([self._work])
+        if self._work.cancelled():
+            error = self._cause or LoadCancelled(f"load {self.record.load_id} was cancelled")
+        elif (raised := self._work.exception()) is None:
+            return
+        elif isinstance(raised, LoaderError):
+            error = self._cause or raised
+        else:
+            _log.error("load %s failed", self.record.load_id, exc_info=raised)
+            error = InternalError(f"{type(raised).__name__}: {raised}")
+        _log.warning("load %s: %s", self.record.load_id, error)
+        await self.release()
+        cancelled = isinstance(error, LoadCancelled)
+        state = LoadState.LOAD_STATE_CANCELLED if cancelled else LoadState.LOAD_STATE_FAILED
+        self.record.end(state, None if cancelled else error)
+
+    def fail(self, cause: LoaderError) -> None:
+        """End the load because of something that happened elsewhere; the first cause is kept."""
+        if self._work is not None and not self._work.done() and self._cause is None:
+            self._cause = cause
+            self._work.cancel()
+
+    async def release(self) -> None:
+        """Make the workers give back what they hold of the load; late ones are not waited for."""
+        clients, self._clients = self._clients, []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLEANUP_SECONDS):
+                results = await asyncio.gather(
+                    *(client.abort(self.record.load_id) for client in clients),
+                    return_exceptions=True,
+                )
+                for result in results:
+                    if isinstance(result, BaseException):
+                        _log.info("load %s: releasing: %s", self.record.load_id, result)
+        for client in clients:
+            await client.close()
+
+    async def _load(self) -> None:
+        group = await self._choose_group()
+        self.record.set_group([worker.worker_id for worker in group])
+        self.record.move_to(LoadState.LOAD_STATE_PLANNING)
+        planned = await asyncio.to_thread(self._plan)
+        self.record.set_plan(planned.plan)
+        self.record.move_to(LoadState.LOAD_STATE_PREPARING)
+        endpoints = await self._prepare(group, planned)
+        self.record.move_to(LoadState.LOAD_STATE_STREAMING)
+        job = StartStream(self.record.load_id, planned.plan, planned.chunk_bytes, endpoints)
+        await self._stream(job, self._on_event)
+        if self.record.state == LoadState.LOAD_STATE_STREAMING:
+            self.record.move_to(LoadState.LOAD_STATE_VERIFYING)
+        self.record.move_to(LoadState.LOAD_STATE_COMMITTING)
+        await self._commit()
+        self.record.move_to(LoadState.LOAD_STATE_SUCCEEDED)
+
+    def _plan(self) -> _Planned:
+        plan = plan_load(self._request.read(), self._request.tp, self._request.options)
+        chunk_bytes = chunk_bytes_for(self._request.window_bytes, plan.tp)
+        steps = plan_steps(plan, chunk_bytes)
+        chunks = [rank_chunks(steps, rank) for rank in range(plan.tp)]
+        return _Planned(plan, chunk_bytes, chunks)
+
+    async def _prepare(
+        self, group: Sequence[WorkerRecord], planned: _Planned
+    ) -> tuple[RankEndpoint, ...]:
+        self._clients = [
+            self._connect(worker.worker_id, worker.registration.address) for worker in group
+        ]
+
+        async def prepare(rank: int) -> RankEndpoint:
+            pages = manifest_pages(
+                self.record.load_id, planned.plan, rank, planned.chunks[rank]
+            )
+            answer = await self._clients[rank].prepare(pages)
+            return RankEndpoint(
+                group[rank].worker_id, answer.data_host, answer.data_port, answer.token
+            )
+
+        # All answers are awaited, so that no worker prepares after it was told to give up.
+        results = await asyncio.gather(
+            *(prepare(rank) for rank in range(len(group))), return_exceptions=True
+        )
+        endpoints = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            endpoints.append(result)
+        return tuple(endpoints)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, StreamConnected):
+            self.record.set_lanes(event.lanes)
+        elif isinstance(event, StreamProgress):
+            self.record.set_progress(event.done_bytes, event.verified)
+            if self.record.state == LoadState.LOAD_STATE_STREAMING and self.record.all_landed:
+                self.record.move_to(LoadState.LOAD_STATE_VERIFYING)
+
+    async def _commit(self) -> None:
+        """Commit every rank; a rank that does not answer is asked again for the time of a lease."""
+
+        async def commit(client: WorkerClient) -> None:
+            try:
+                async with asyncio.timeout(self._request.lease_seconds):
+                    while True:
+                        try:
+                            return await client.commit(self.record.load_id)
+                        except WorkerLost as error:
+                            last = error
+                        await asyncio.sleep(COMMIT_RETRY_SECONDS)
+            except TimeoutError:
+                raise last from None
+
+        results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            raise failed[0]
+

@@ -1,0 +1,122 @@
+"""The worker's side of membership: register, keep the lease, obey releases."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+
+import grpc.aio
+
+from loader_service.errors import LoaderError, VersionSkew, WorkerNotFound
+from loader_service.rpc import from_rpc_error
+from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc
+from loader_service.version import PROTOCOL_VERSION, __version__
+from loader_worker.worker import Worker
+
+__all__ = ["Agent"]
+
+_log = logging.getLogger(__name__)
+
+CALL_SECONDS = 5.0
+_RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Agent:
+    """Registers one worker with one coordinator and sends its heartbeats.
+
+    When the coordinator stays away for a whole lease, uncommitted loads end and their memory is
+    freed; committed ones stay.
+    """
+
+    def __init__(self, worker: Worker, channel: grpc.aio.Channel, address: str) -> None:
+        """Speak for `worker`, which is reached at `address`."""
+        self._worker = worker
+        self._coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        self._address = address
+        self._lease_seconds = 0.0
+        self._interval_seconds = 0.0
+
+    async def run(self) -> None:
+        """Register and send heartbeats until cancelled.
+
+        Raises:
+            VersionSkew: the coordinator refuses this version for good.
+        """
+        while True:
+            await self._register()
+            await self._send_heartbeats()
+
+    async def deregister(self) -> None:
+        """Tell the coordinator that the worker stops; an unreachable one does not matter."""
+        request = coordinator_pb2.DeregisterWorkerRequest(
+            worker_id=self._worker.worker_id, incarnation=self._worker.incarnation
+        )
+        try:
+            await self._coordinator.DeregisterWorker(request, timeout=1.0)
+        except grpc.aio.AioRpcError as error:
+            _log.info("deregistering: %s", from_rpc_error(error))
+
+    async def _register(self) -> None:
+        request = coordinator_pb2.RegisterWorkerRequest(
+            worker_id=self._worker.worker_id,
+            incarnation=self._worker.incarnation,
+            address=self._address,
+            host=socket.gethostname(),
+            device=self._worker.device.name,
+            protocol_version=PROTOCOL_VERSION,
+            package_version=__version__,
+            memory=self._worker.memory(),
+        )
+        attempt = 0
+        last_contact = time.monotonic()
+        while True:
+            try:
+                terms = await self._coordinator.RegisterWorker(request, timeout=CALL_SECONDS)
+                break
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if isinstance(failure, VersionSkew):
+                    raise failure from error
+                _log.info("registering: %s", failure)
+            await self._end_orphans(last_contact)
+            await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
+            attempt += 1
+        self._interval_seconds = terms.heartbeat_interval.ToTimedelta().total_seconds()
+        self._lease_seconds = terms.lease_duration.ToTimedelta().total_seconds()
+        _log.info("registered as %s", self._worker.worker_id)
+
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats until the coordinator does not know this worker any more."""
+        last_contact = time.monotonic()
+        while True:
+            started = time.monotonic()
+            try:
+                answer = await self._coordinator.Heartbeat(
+                    self._heartbeat(), timeout=self._interval_seconds * 2
+                )
+                last_contact = time.monotonic()
+            except grpc.aio.AioRpcError as error:
+                failure: LoaderError = from_rpc_error(error)
+                _log.info("heartbeat: %s", failure)
+                if isinstance(failure, WorkerNotFound):
+                    return
+                await self._end_orphans(last_contact)
+            else:
+                for load_id in answer.release_load_ids:
+                    await self._worker.abort(load_id)
+            pause = self._interval_seconds - (time.monotonic() - started)
+            await asyncio.sleep(max(0.0, pause))
+
+    async def _end_orphans(self, last_contact: float) -> None:
+        if self._lease_seconds and time.monotonic() - last_contact > self._lease_seconds:
+            await self._worker.abort_uncommitted()
+
+    def _heartbeat(self) -> coordinator_pb2.HeartbeatRequest:
+        return coordinator_pb2.HeartbeatRequest(
+            worker_id=self._worker.worker_id,
+            incarnation=self._worker.incarnation,
+            memory=self._worker.memory(),
+            loads=self._worker.loads(),
+        )

@@ -1,0 +1,103 @@
+"""`loader-worker`: one process for one device."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+
+from loader_kernels.devices import open_device
+from loader_service import addresses
+from loader_service.errors import LoaderError
+from loader_service.rpc import open_channel
+from loader_service.serving import Server, log_to_stderr, stop_requested
+from loader_service.sizes import parse_size
+from loader_service.stream.ucxx_transport import UcxxTransport
+from loader_service.v1 import worker_pb2_grpc
+from loader_service.version import __version__
+from loader_worker.agent import Agent
+from loader_worker.servicer import WorkerServicer
+from loader_worker.worker import Worker
+
+__all__ = ["main"]
+
+_log = logging.getLogger(__name__)
+
+SERVICE = "loader_service.v1.WorkerService"
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = stop_requested()
+    device = open_device(options.device, options.memory_limit)
+    transport = UcxxTransport.start(addresses.parse_ports(options.data_ports))
+    worker = Worker(options.worker_id, device, transport)
+    server = Server([SERVICE])
+    host = await asyncio.to_thread(_advertised_host, options)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker, host), server.grpc)
+    _, port = addresses.split(await server.start(options.listen))
+    address = options.advertise or addresses.join(host, port)
+    print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)
+    async with open_channel(options.coordinator) as channel:
+        agent = Agent(worker, channel, address)
+        membership = asyncio.create_task(agent.run())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((membership, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        membership.cancel()
+        await agent.deregister()
+        await server.stop()
+        await worker.close()
+        await transport.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await membership
+
+
+def _advertised_host(options: argparse.Namespace) -> str:
+    """Return the host that others reach this worker at; never a wildcard."""
+    if options.advertise:
+        return addresses.split(options.advertise)[0]
+    host, _ = addresses.split(options.listen)
+    if not addresses.is_wildcard(host):
+        return host
+    return addresses.local_address_towards(*addresses.split(options.coordinator))
+
+
+def _default_worker_id() -> str:
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    return f"{socket.gethostname()}-{rank}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loader-worker", description="Receives weights to one device and keeps them there."
+    )
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--listen", default="0.0.0.0:0", metavar="HOST:PORT")  # noqa: S104 (documented default)
+    parser.add_argument("--advertise", default="", metavar="HOST:PORT", help="address given to others")
+    parser.add_argument("--device", default="numpy", help="numpy (host memory)")
+    parser.add_argument(
+        "--memory-limit", type=parse_size, metavar="SIZE", help="most device bytes to use, e.g. 8GiB"
+    )
+    parser.add_argument("--worker-id", default=_default_worker_id(), help="kept across restarts")
+    parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    options = _parser().parse_args(arguments)
+    log_to_stderr(f"worker {options.worker_id}")
+    try:
+        asyncio.run(serve(options))
+    except (LoaderError, ValueError, OSError) as error:
+        sys.exit(f"loader-worker: {error}")
+
+
+if __name__ == "__main__":
+    main()
