@@ -106,7 +106,9 @@ class LoaderClient:
     async def list_loads(self) -> list[types_pb2.Load]:
         """Return all loads, newest first."""
         request = coordinator_pb2.ListLoadsRequest()
-        return [load async for page in self._pages(self._stub.ListLoads, request) for load in page.loads]
+        return [
+            load async for page in self._pages(self._stub.ListLoads, request) for load in page.loads
+        ]
 
     async def watch(self, load_id: str) -> AsyncIterator[types_pb2.Load]:
         """Yield the load as it is, then at every change, until it serves or has ended."""
@@ -188,7 +190,10 @@ class LoaderClient:
         return slices
 
     async def _call(
-        self, method: Callable[..., Awaitable[_Response]], request: Any, timeout: float | None = None
+        self,
+        method: Callable[..., Awaitable[_Response]],
+        request: Any,
+        timeout: float | None = None,
     ) -> _Response:
         try:
             return await method(request, timeout=timeout or self._timeout)

@@ -7,7 +7,7 @@ import binascii
 import bisect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -43,9 +43,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 def to_status(error: LoaderError) -> status_pb2.Status:
     """Return the rich status of an error: code, message and `ErrorInfo`."""
     reason, message, metadata = errors.to_fields(error)
-    info = error_details_pb2.ErrorInfo(
-        reason=reason, domain=errors.ERROR_DOMAIN, metadata=metadata
-    )
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=errors.ERROR_DOMAIN, metadata=metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
     code = code_pb2.Code.Value(error.status.name)
@@ -54,7 +52,7 @@ def to_status(error: LoaderError) -> status_pb2.Status:
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> LoaderError:
     """Return the error that the server raised, or one for what happened on the way."""
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(cast("grpc.Call", error))
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == errors.ERROR_DOMAIN:
@@ -72,20 +70,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wrap the method's handler."""
         handler = await continuation(details)
         # Methods that nobody serves have no handler.
-        if handler is None or handler.request_streaming and handler.response_streaming:
+        if handler is None or (handler.request_streaming and handler.response_streaming):
             return handler
         codec = {
             "request_deserializer": handler.request_deserializer,
             "response_serializer": handler.response_serializer,
         }
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream), **codec)
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream), **codec
+            )
         if handler.request_streaming:
             return grpc.stream_unary_rpc_method_handler(_guard(handler.stream_unary), **codec)
         return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary), **codec)
@@ -95,7 +97,7 @@ def _guard(behavior: Any) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behavior(request, context)
-        except Exception as error:  # the boundary of a call
+        except Exception as error:  # noqa: BLE001 - the boundary of a call
             await _abort(context, error)
 
     return guarded
@@ -108,7 +110,7 @@ def _guard_stream(behavior: Any) -> Any:
         try:
             async for response in behavior(request, context):
                 yield response
-        except Exception as error:  # the boundary of a call
+        except Exception as error:  # noqa: BLE001 - the boundary of a call
             await _abort(context, error)
 
     return guarded
@@ -155,7 +157,9 @@ def paginate(
         try:
             last = base64.urlsafe_b64decode(page_token.encode("ascii")).decode()
         except (UnicodeError, binascii.Error):
-            raise InvalidRequest("page_token is not one of this server's", field="page_token") from None
+            raise InvalidRequest(
+                "page_token is not one of this server's", field="page_token"
+            ) from None
         start = bisect.bisect_right(items, last, key=key)
     page = items[start : start + size]
     if start + size >= len(items):

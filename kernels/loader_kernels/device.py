@@ -83,7 +83,9 @@ class Device(Protocol):
         """
         ...
 
-    def copy(self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int) -> None:
+    def copy(
+        self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int
+    ) -> None:
         """Copy `length` bytes inside the device; done when the call returns."""
         ...
 

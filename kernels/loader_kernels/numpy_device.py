@@ -101,7 +101,7 @@ class NumpyDevice:
 
     def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
         """Return a view: the device's memory is host memory."""
-        return memoryview(_array(buffer)[offset : offset + length]).toreadonly()
+        return _array(buffer)[offset : offset + length].data.toreadonly()
 
     def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
         """Hash the array's part."""
@@ -130,9 +130,7 @@ def _array(buffer: Buffer) -> npt.NDArray[np.uint8]:
 def _host_memory() -> tuple[int, int]:
     """Return (total, available) bytes of the machine or of the control group, the smaller ones."""
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
-    total, available = (
-        int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable")
-    )
+    total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = _cgroup_number("memory.max")
     if limit is not None:
         used = _cgroup_number("memory.current") or 0

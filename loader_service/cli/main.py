@@ -11,7 +11,7 @@ import enum
 import json
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import grpc
 import typer
@@ -171,7 +171,7 @@ def get_loads(output: Output = Format.TABLE, endpoint: Endpoint = DEFAULT_ENDPOI
 
     async def work(client: LoaderClient) -> None:
         document = documents.loads_document(await client.list_loads())
-        _print(output, document, lambda console: tables.print_loads(console, document["loads"]))
+        _print(output, document, lambda out: tables.print_loads(out, document["loads"]))
 
     _run(endpoint, work, output)
 
@@ -182,9 +182,7 @@ def get_workers(output: Output = Format.TABLE, endpoint: Endpoint = DEFAULT_ENDP
 
     async def work(client: LoaderClient) -> None:
         document = documents.workers_document(await client.list_workers())
-        _print(
-            output, document, lambda console: tables.print_workers(console, document["workers"])
-        )
+        _print(output, document, lambda out: tables.print_workers(out, document["workers"]))
 
     _run(endpoint, work, output)
 
@@ -201,7 +199,7 @@ def tensors(
     async def work(client: LoaderClient) -> None:
         slices = await client.list_tensors(load_id, include_sha256=digest)
         document = documents.tensors_document(slices)
-        _print(output, document, lambda console: tables.print_tensors(console, document))
+        _print(output, document, lambda out: tables.print_tensors(out, document))
 
     _run(endpoint, work, output)
 
@@ -223,7 +221,7 @@ def plan(
         options = _options(tied, unknown, allow_trailing_bytes)
         answer = await client.plan(path, tp, options=options, include_tensors=explain)
         document = documents.plan_document(answer, explain)
-        _print(output, document, lambda console: tables.print_plan(console, document))
+        _print(output, document, lambda out: tables.print_plan(out, document))
 
     _run(endpoint, work, output)
 
@@ -240,7 +238,7 @@ def inspect(
     async def work(client: LoaderClient) -> None:
         answer = await client.inspect(path, allow_trailing_bytes=allow_trailing_bytes)
         document = documents.checkpoint_document(answer)
-        _print(output, document, lambda console: tables.print_checkpoint(console, document))
+        _print(output, document, lambda out: tables.print_checkpoint(out, document))
 
     _run(endpoint, work, output)
 
@@ -248,7 +246,7 @@ def inspect(
 @app.command()
 def version(output: Output = Format.TABLE) -> None:
     """Print this program's version."""
-    _print(output, {"version": __version__}, lambda console: console.print(__version__))
+    _print(output, {"version": __version__}, lambda out: print(__version__, file=out))
 
 
 class _Interrupted:
@@ -292,23 +290,21 @@ def _finish(load: types_pb2.Load, output: Format) -> None:
     _show_load(load, output)
     if load.state == types_pb2.LOAD_STATE_FAILED:
         failure = load.failure
-        raise typer.Exit(
-            _exit_code(from_fields(failure.reason, failure.message, failure.metadata))
-        )
+        raise typer.Exit(_exit_code(from_fields(failure.reason, failure.message, failure.metadata)))
     if load.state == types_pb2.LOAD_STATE_CANCELLED:
         raise typer.Exit(EXIT_FAILED)
 
 
 def _show_load(load: types_pb2.Load, output: Format) -> None:
     document = documents.load_document(load)
-    _print(output, document, lambda console: tables.print_load(console, document))
+    _print(output, document, lambda out: tables.print_load(out, document))
 
 
-def _print(output: Format, document: object, print_table: Callable[[Console], None]) -> None:
+def _print(output: Format, document: object, print_table: Callable[[TextIO], None]) -> None:
     if output is Format.JSON:
         print(json.dumps(document, indent=2))
     else:
-        print_table(Console())
+        print_table(sys.stdout)
 
 
 def _run(

@@ -78,7 +78,9 @@ class LoadProgress:
         self._state, self._printed = state, now
         done = sum(rank.done_bytes for rank in load.ranks)
         rate = sum(rank.bytes_per_second for rank in load.ranks)
-        line = f"{load.load_id} {state.lower()} {format_size(done)} of {format_size(load.wire_bytes)}"
+        line = (
+            f"{load.load_id} {state.lower()} {format_size(done)} of {format_size(load.wire_bytes)}"
+        )
         self._console.print(
             f"{line} at {format_size(rate)}/s" if rate else line, highlight=False, markup=False
         )

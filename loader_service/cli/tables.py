@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any, TextIO
 
 from loader_service.sizes import format_size
 
@@ -22,18 +19,18 @@ __all__ = [
 _Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
-def print_load(console: Console, load: Mapping[str, Any]) -> None:
+def print_load(out: TextIO, load: Mapping[str, Any]) -> None:
     """Print one load: a line, then a row a rank."""
     seconds = load["transferSeconds"]
-    console.print(
+    print(
         f"{load['loadId']}  {load['state']}  {load['architecture'] or '-'}  tp={load['tp']}  "
         f"{format_size(load['sourceBytes'])} read once, {format_size(load['wireBytes'])} sent in "
         f"{seconds:.2f} s",
-        highlight=False,
+        file=out,
     )
     rows = [{**rank, "seconds": seconds} for rank in load["ranks"]]
     _print(
-        console,
+        out,
         rows,
         [
             ("RANK", lambda rank: str(rank["rank"])),
@@ -47,17 +44,15 @@ def print_load(console: Console, load: Mapping[str, Any]) -> None:
         ],
     )
     for warning in load["warnings"]:
-        console.print(f"warning: {warning}", highlight=False)
+        print(f"warning: {warning}", file=out)
     if load["failure"]:
-        console.print(
-            f"{load['failure']['reason']}: {load['failure']['message']}", highlight=False
-        )
+        print(f"{load['failure']['reason']}: {load['failure']['message']}", file=out)
 
 
-def print_loads(console: Console, loads: Sequence[Mapping[str, Any]]) -> None:
+def print_loads(out: TextIO, loads: Sequence[Mapping[str, Any]]) -> None:
     """Print a row a load."""
     _print(
-        console,
+        out,
         loads,
         [
             ("LOAD", lambda load: load["loadId"]),
@@ -70,10 +65,10 @@ def print_loads(console: Console, loads: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def print_workers(console: Console, workers: Sequence[Mapping[str, Any]]) -> None:
+def print_workers(out: TextIO, workers: Sequence[Mapping[str, Any]]) -> None:
     """Print a row a worker."""
     _print(
-        console,
+        out,
         workers,
         [
             ("WORKER", lambda worker: worker["workerId"]),
@@ -88,10 +83,10 @@ def print_workers(console: Console, workers: Sequence[Mapping[str, Any]]) -> Non
     )
 
 
-def print_tensors(console: Console, tensors: Sequence[Mapping[str, Any]]) -> None:
+def print_tensors(out: TextIO, tensors: Sequence[Mapping[str, Any]]) -> None:
     """Print a row a slice."""
     _print(
-        console,
+        out,
         tensors,
         [
             ("RANK", lambda tensor: str(tensor["rank"])),
@@ -105,14 +100,14 @@ def print_tensors(console: Console, tensors: Sequence[Mapping[str, Any]]) -> Non
     )
 
 
-def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
+def print_plan(out: TextIO, plan: Mapping[str, Any]) -> None:
     """Print a line, a row a rank, and the tensors when they were asked for."""
-    console.print(
+    print(
         f"{plan['architecture']}  tp={plan['tp']}  {format_size(plan['sourceBytes'])} to read",
-        highlight=False,
+        file=out,
     )
     _print(
-        console,
+        out,
         plan["ranks"],
         [
             ("RANK", lambda rank: str(rank["rank"])),
@@ -124,10 +119,10 @@ def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
         ],
     )
     for warning in plan["warnings"]:
-        console.print(f"warning: {warning}", highlight=False)
+        print(f"warning: {warning}", file=out)
     if "tensors" in plan:
         _print(
-            console,
+            out,
             plan["tensors"],
             [
                 ("NAME", lambda tensor: tensor["name"]),
@@ -138,15 +133,15 @@ def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
         )
 
 
-def print_checkpoint(console: Console, checkpoint: Mapping[str, Any]) -> None:
+def print_checkpoint(out: TextIO, checkpoint: Mapping[str, Any]) -> None:
     """Print a line and a row a tensor."""
-    console.print(
+    print(
         f"{checkpoint['architecture'] or 'no architecture'}  {checkpoint['tensorCount']} tensors  "
         f"{format_size(checkpoint['payloadBytes'])} in {len(checkpoint['files'])} files",
-        highlight=False,
+        file=out,
     )
     _print(
-        console,
+        out,
         checkpoint["tensors"],
         [
             ("NAME", lambda tensor: tensor["name"]),
@@ -157,20 +152,16 @@ def print_checkpoint(console: Console, checkpoint: Mapping[str, Any]) -> None:
         ],
     )
     for warning in checkpoint["warnings"]:
-        console.print(f"warning: {warning}", highlight=False)
+        print(f"warning: {warning}", file=out)
 
 
-def _print(console: Console, rows: Sequence[Mapping[str, Any]], columns: list[_Column]) -> None:
-    """Print rows without lines or colours; in a pipe nothing is cut off or wrapped."""
-    table = Table(box=None, pad_edge=False, header_style="")
-    for title, _ in columns:
-        table.add_column(title, overflow="fold", no_wrap=not console.is_terminal)
-    for row in rows:
-        table.add_row(*(text(row) for _, text in columns))
-    if console.is_terminal:
-        console.print(table, highlight=False, markup=False)
-    else:
-        console.print(table, highlight=False, markup=False, width=10_000, soft_wrap=True)
+def _print(out: TextIO, rows: Sequence[Mapping[str, Any]], columns: list[_Column]) -> None:
+    """Print rows as plain columns; no cell is ever cut, so that the output can be piped on."""
+    cells = [[title for title, _ in columns]] + [[text(row) for _, text in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(padded).rstrip(), file=out)
 
 
 def _rank_status(state: str, rank: Mapping[str, Any]) -> str:

@@ -142,9 +142,9 @@ class Coordinator:
             InvalidRequest: a field makes no sense.
             LoaderError: the workers cannot be had, and nobody wants to wait.
         """
-        known = self._requests.get(request_id) if request_id else None
-        if known in self._runners:
-            return self._runners[known].record
+        known = self._runners.get(self._requests.get(request_id, ""))
+        if known is not None:
+            return known.record
         if not path:
             raise InvalidRequest("path is missing", field="path")
         if not 1 <= tp <= MAX_TP:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
+from pathlib import Path
 
 from loader_service import addresses
 from loader_service.checkpoint.files import DEFAULT_MAX_HEADER_BYTES
@@ -41,7 +41,7 @@ async def serve(listen: str, settings: Settings, data_ports: str) -> None:
         asyncio.create_task(stop.wait()),
     ]
     address = await server.start(listen)
-    print(f"loader-coordinator listens at {address}", flush=True)
+    print(f"loader-coordinator listens at {address}", flush=True)  # noqa: T201 - launchers read it
     done, _ = await asyncio.wait(background, return_when=asyncio.FIRST_COMPLETED)
     await coordinator.close()
     await server.stop()
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if not os.path.isdir(options.model_root):
+    if not Path(options.model_root).is_dir():
         parser.error(f"--model-root {options.model_root!r} is not a folder")
     if not 0 < options.heartbeat_seconds < options.lease_seconds:
         parser.error("--lease-seconds must be greater than --heartbeat-seconds")

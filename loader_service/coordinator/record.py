@@ -32,9 +32,7 @@ _NEXT: dict[LoadState.ValueType, frozenset[LoadState.ValueType]] = {
     _S.LOAD_STATE_DEGRADED: frozenset({_S.LOAD_STATE_UNLOADING}),
     _S.LOAD_STATE_UNLOADING: frozenset({_S.LOAD_STATE_UNLOADED}),
 }
-_TERMINAL = frozenset(
-    {_S.LOAD_STATE_FAILED, _S.LOAD_STATE_CANCELLED, _S.LOAD_STATE_UNLOADED}
-)
+_TERMINAL = frozenset({_S.LOAD_STATE_FAILED, _S.LOAD_STATE_CANCELLED, _S.LOAD_STATE_UNLOADED})
 _BEFORE_COMMIT = (
     _S.LOAD_STATE_PENDING,
     _S.LOAD_STATE_PLANNING,
@@ -81,7 +79,9 @@ class _Rank:
         if len(self.samples) < 2:
             return 0.0
         (first_time, first_bytes), (last_time, last_bytes) = self.samples[0], self.samples[-1]
-        return (last_bytes - first_bytes) / (last_time - first_time) if last_time > first_time else 0.0
+        return (
+            (last_bytes - first_bytes) / (last_time - first_time) if last_time > first_time else 0.0
+        )
 
 
 class LoadRecord:

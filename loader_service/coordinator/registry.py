@@ -178,6 +178,8 @@ class WorkerRegistry:
         for record in self._workers.values():
             if record.load_id == load_id:
                 record.load_id, record.rank = "", 0
+                # A worker that holds the load all the same says so with its next heartbeat.
+                record.loads = [load for load in record.loads if load.load_id != load_id]
 
     def all(self) -> list[WorkerRecord]:
         """Return the workers by id."""

@@ -166,9 +166,7 @@ class LoadRunner:
         ]
 
         async def prepare(rank: int) -> RankEndpoint:
-            pages = manifest_pages(
-                self.record.load_id, planned.plan, rank, planned.chunks[rank]
-            )
+            pages = manifest_pages(self.record.load_id, planned.plan, rank, planned.chunks[rank])
             answer = await self._clients[rank].prepare(pages)
             return RankEndpoint(
                 group[rank].worker_id, answer.data_host, answer.data_port, answer.token
@@ -195,21 +193,18 @@ class LoadRunner:
 
     async def _commit(self) -> None:
         """Commit every rank; a rank that does not answer is asked again for the time of a lease."""
+        deadline = asyncio.get_running_loop().time() + self._request.lease_seconds
 
         async def commit(client: WorkerClient) -> None:
-            try:
-                async with asyncio.timeout(self._request.lease_seconds):
-                    while True:
-                        try:
-                            return await client.commit(self.record.load_id)
-                        except WorkerLost as error:
-                            last = error
-                        await asyncio.sleep(COMMIT_RETRY_SECONDS)
-            except TimeoutError:
-                raise last from None
+            while True:
+                try:
+                    return await client.commit(self.record.load_id)
+                except WorkerLost:
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise
+                await asyncio.sleep(COMMIT_RETRY_SECONDS)
 
         results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
         failed = [result for result in results if isinstance(result, BaseException)]
         if failed:
             raise failed[0]
-

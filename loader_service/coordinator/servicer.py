@@ -218,9 +218,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 def _page(items: Sequence[Any], key: Any, request: Any) -> tuple[Sequence[Any], str]:
-    return paginate(
-        items, key, request.page_size, request.page_token, default=1000, maximum=10_000
-    )
+    return paginate(items, key, request.page_size, request.page_token, default=1000, maximum=10_000)
 
 
 def _plan_options(options: types_pb2.PlanOptions) -> PlanOptions:

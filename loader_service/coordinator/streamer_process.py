@@ -129,9 +129,7 @@ class StreamerProcess:
 class _Stream:
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self.on_event = on_event
-        self.ended: asyncio.Future[LoaderError | None] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self.ended: asyncio.Future[LoaderError | None] = asyncio.get_running_loop().create_future()
 
     def end(self, error: LoaderError | None) -> None:
         if not self.ended.done():

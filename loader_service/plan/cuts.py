@@ -194,15 +194,15 @@ def cut_tensor(
     """Cut `tensor` for every rank; ranks that keep the same bytes share one `Slice`.
 
     Raises:
-        PlanRefused: TP_NOT_DIVISIBLE, or SUB_BYTE_CUT where a cut of a packed dtype would fall
-            inside a byte.
+        PlanRefused: TP_NOT_DIVISIBLE; SHAPE_MISMATCH where no group size would do; SUB_BYTE_CUT
+            where a cut of a packed dtype would fall inside a byte.
     """
     size = _size(tensor, cut)
     why = cut.refusal(size, tp)
     if why:
         raise PlanRefused(
             f"tensor {tensor.name!r} of shape {list(tensor.shape)}: {why}",
-            reason="TP_NOT_DIVISIBLE",
+            reason="SHAPE_MISMATCH" if cut.refusal(size, 1) else "TP_NOT_DIVISIBLE",
             tensor=tensor.name,
             tp=tp,
         )

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import pickle
 import struct
+from typing import Any
 
 from loader_service.errors import LoaderError
 from loader_service.plan.slices import LoadPlan
@@ -112,16 +113,18 @@ Event = StreamConnected | StreamProgress | StreamEnded
 _LENGTH = struct.Struct("<Q")
 
 
-async def read_message(reader: asyncio.StreamReader) -> Command | Event | None:
-    """Return the next message of a parent's or child's socket, None at its end."""
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """Return the next message of a parent's or child's socket, None at its end.
+
+    The coordinator reads `Event`s, the streamer reads `Command`s.
+    """
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         body = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     # The socket joins a parent and its own child; nobody else can write to it.
-    message: Command | Event = await asyncio.to_thread(pickle.loads, body)
-    return message
+    return await asyncio.to_thread(pickle.loads, body)
 
 
 async def write_message(writer: asyncio.StreamWriter, message: Command | Event) -> None:

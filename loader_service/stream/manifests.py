@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from loader_kernels import digest
@@ -13,7 +14,6 @@ __all__ = ["manifest_pages"]
 
 PAGE_BYTES = 1 << 20
 """A page is sent when it has grown to this; one entry more keeps it below the 4 MiB of gRPC."""
-
 
 
 def manifest_pages(
@@ -41,10 +41,11 @@ def manifest_pages(
     )
     page = worker_pb2.ManifestPage()
     size = 0
-    for entry in (*map(_slice, slices), *map(_chunk, chunks)):
+    entries = itertools.chain(map(_slice, slices), map(_chunk, chunks))
+    for entry in entries:
         if isinstance(entry, worker_pb2.ManifestSlice):
             page.slices.append(entry)
-        else:
+        elif isinstance(entry, worker_pb2.ManifestChunk):
             page.chunks.append(entry)
         size += entry.ByteSize()
         if size >= PAGE_BYTES:

@@ -1,29 +1,33 @@
 """Reading a step's bytes from the files: every source byte once, straight into the chunks' memory.
 
-Column slices need no packing pass: one `preadv` scatters a run of the file over the chunks of all
-ranks. Payload is never mapped, so a file that is truncated meanwhile is an error, not a signal.
+Contiguous slices are read in place; of column slices whole rows are read and copied apart. Payload is never mapped, so a file that is truncated meanwhile is an error, not a signal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from loader_kernels.digest import BLOCK_BYTES, extend_with_zeros, hash_blocks
 from loader_service.checkpoint.catalog import CheckpointFile, TensorInfo
 from loader_service.checkpoint.files import file_identity
 from loader_service.errors import DataLoss, TiedHeadDiffers
-from loader_service.plan.slices import Slice, TensorPlan
+from loader_service.plan.slices import Slice, StridedRun, TensorPlan
 
 __all__ = ["OpenFiles", "Target", "read_tensor"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ_BYTES = 1 << 20
-"""Most bytes of one system call: what is hashed right after is still in the cache then."""
+"""Most bytes of one system call: what is hashed or copied right after is still in the cache then."""
+
+_SHORT_BYTES = 64 << 10
+"""Pieces from this size on are worth a system call of their own."""
 
 
 class OpenFiles:
@@ -84,14 +88,7 @@ class Target:
     view: memoryview
 
 
-class _Fragment(NamedTuple):
-    """Consecutive bytes of the tensor and where they go."""
-
-    offset: int
-    view: memoryview
-
-
-def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Iterable[Target]) -> list[bytes]:
+def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target]) -> list[bytes]:
     """Fill the targets, which must be parts of distinct slices of `tensor`, and hash them.
 
     Args:
@@ -107,21 +104,16 @@ def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Iterable[Target])
         DataLoss: READ_FAILED, or FILE_TRUNCATED where the file ends early.
         TiedHeadDiffers: the twin holds other bytes.
     """
-    targets = list(targets)
-    descriptor = files.descriptor(tensor.source.file)
-    twin = None
-    if tensor.twin is not None:
-        twin = (files.descriptor(tensor.twin.file), tensor.twin)
-    if len(targets) == 1 and len(fragments := list(_fragments(targets[0]))) == 1 and not twin:
-        return [_with_zero_rows(targets[0], _read_and_hash(descriptor, tensor.source, fragments[0]))]
-    copies: list[tuple[memoryview, memoryview]] = []
-    for batch in _batches(targets, copies):
-        _read_batch(descriptor, tensor.source, batch)
-        if twin:
-            _compare_twin(*twin, tensor.source, batch)
-    for source, copy in copies:
-        copy[:] = source
-    return [_with_zero_rows(target, hash_blocks(target.view)) for target in targets]
+    reader = _TensorReader(files, tensor)
+    bands, fragments = _divide(targets)
+    if len(targets) == 1 and len(fragments) == 1 and not bands:
+        hashes = [reader.read_and_hash(fragments[0])]
+    else:
+        for band in bands:
+            reader.read_band(band)
+        reader.read_fragments(fragments)
+        hashes = [hash_blocks(target.view) for target in targets]
+    return [_with_zero_rows(target, part) for target, part in zip(targets, hashes, strict=True)]
 
 
 def _with_zero_rows(target: Target, hashes: bytes) -> bytes:
@@ -131,33 +123,179 @@ def _with_zero_rows(target: Target, hashes: bytes) -> bytes:
     return extend_with_zeros(hashes, target.view, piece.nbytes - piece.wire_bytes)
 
 
-def _fragments(target: Target) -> Iterator[_Fragment]:
-    """Yield the file ranges of a target in the order of its local bytes."""
+class _Fragment(NamedTuple):
+    """Consecutive bytes of the tensor and where they go."""
+
+    offset: int
+    view: memoryview
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Column:
+    """One target's part of every row of a band.
+
+    Attributes:
+        offset: first byte inside the row.
+        pieces: where the rows' parts go, shape (rows, bytes of one part), uint8.
+    """
+
+    offset: int
+    pieces: npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Band:
+    """Whole rows of the tensor that the targets divide among themselves.
+
+    Attributes:
+        first_row: number of the first row.
+        row_bytes: bytes of a row in the file.
+        columns: the targets' parts; together they are the whole row.
+    """
+
+    first_row: int
+    row_bytes: int
+    columns: tuple[_Column, ...]
+
+
+def _divide(targets: Sequence[Target]) -> tuple[list[_Band], list[_Fragment]]:
+    """Say what is to be read row by row and what piece by piece.
+
+    Short pieces at equal distances are cheaper to read with their neighbours, a run of whole rows
+    at once, and to copy apart; but only where the targets want every byte of the rows, since no byte
+    may be read in vain or twice.
+    """
+    columns: defaultdict[tuple[int, int, int], list[_Column]] = defaultdict(list)
+    fragments: list[_Fragment] = []
+    pieces: defaultdict[tuple[int, int, int], list[_Fragment]] = defaultdict(list)
+    for target in targets:
+        for run in target.piece.runs:
+            first, last = _whole_pieces(target, run)
+            if last - first < 2 or run.length >= _SHORT_BYTES or run.source_stride > _READ_BYTES:
+                fragments += _fragments(target, run, 0, run.count)
+                continue
+            fragments += _fragments(target, run, 0, first)
+            fragments += _fragments(target, run, last, run.count)
+            row, offset = divmod(run.source_offset, run.source_stride)
+            band = (row + first, last - first, run.source_stride)
+            columns[band].append(_Column(offset, _strided(target, run, first, last)))
+            pieces[band] += _fragments(target, run, first, last)
+    bands = []
+    for band, members in columns.items():
+        if _cover(members, band[2]):
+            bands.append(_Band(band[0], band[2], tuple(members)))
+        else:
+            fragments += pieces[band]
+    return bands, fragments
+
+
+def _whole_pieces(target: Target, run: StridedRun) -> tuple[int, int]:
+    """Return the numbers [first, last) of the run's pieces that lie in the target as a whole."""
+    begin, end = target.begin - run.local_offset, target.begin + len(target.view) - run.local_offset
+    first = max(0, -(-begin // run.local_stride))
+    last = min(run.count, (end - run.length) // run.local_stride + 1)
+    return first, max(first, last)
+
+
+def _strided(target: Target, run: StridedRun, first: int, last: int) -> npt.NDArray[np.uint8]:
+    """View pieces [first, last) of a run in the target's memory, shape (pieces, run.length)."""
+    return np.ndarray(
+        (last - first, run.length),
+        np.uint8,
+        buffer=target.view,
+        offset=run.local_offset + first * run.local_stride - target.begin,
+        strides=(run.local_stride, 1),
+    )
+
+
+def _cover(columns: list[_Column], row_bytes: int) -> bool:
+    """Say whether the columns are a whole row; equal ones (shared heads) count once."""
+    position = 0
+    for offset, length in sorted({(column.offset, column.pieces.shape[1]) for column in columns}):
+        if offset != position:
+            return False
+        position += length
+    return position == row_bytes
+
+
+def _fragments(target: Target, run: StridedRun, first: int, last: int) -> Iterator[_Fragment]:
+    """Yield the parts of pieces [first, last) of a run that lie in the target."""
     begin, end = target.begin, target.begin + len(target.view)
-    for run in target.piece.runs:
-        first = max(0, (begin - run.local_offset) // run.local_stride)
-        for index in range(first, run.count):
-            local = run.local_offset + index * run.local_stride
-            if local >= end:
-                break
-            start, stop = max(local, begin), min(local + run.length, end)
-            if start < stop:
-                offset = run.source_offset + index * run.source_stride + (start - local)
-                yield _Fragment(offset, target.view[start - begin : stop - begin])
+    first = max(first, (begin - run.local_offset) // run.local_stride)
+    for index in range(first, last):
+        local = run.local_offset + index * run.local_stride
+        if local >= end:
+            break
+        start, stop = max(local, begin), min(local + run.length, end)
+        if start < stop:
+            offset = run.source_offset + index * run.source_stride + (start - local)
+            yield _Fragment(offset, target.view[start - begin : stop - begin])
+
+
+class _TensorReader:
+    """Reads one tensor, and its twin along with it."""
+
+    def __init__(self, files: OpenFiles, tensor: TensorPlan) -> None:
+        self._files = files
+        self._source = tensor.source
+        self._twin = tensor.twin
+
+    def read_and_hash(self, fragment: _Fragment) -> bytes:
+        """Fill one fragment, hashing each piece while it is in the cache."""
+        hashes = []
+        for start in range(0, len(fragment.view), _READ_BYTES):
+            piece = fragment.view[start : start + _READ_BYTES]
+            self._read(fragment.offset + start, [piece])
+            hashes.append(hash_blocks(piece))
+        return b"".join(hashes)
+
+    def read_band(self, band: _Band) -> None:
+        """Read rows a few at a time and copy each target's part out of them."""
+        rows = band.columns[0].pieces.shape[0]
+        step = max(1, _READ_BYTES // band.row_bytes)
+        scratch = np.empty((min(step, rows), band.row_bytes), np.uint8)
+        for start in range(0, rows, step):
+            part = scratch[: min(step, rows - start)]
+            self._read((band.first_row + start) * band.row_bytes, [part.reshape(-1).data])
+            for column in band.columns:
+                pieces = column.pieces[start : start + step]
+                pieces[:] = part[:, column.offset : column.offset + pieces.shape[1]]
+
+    def read_fragments(self, fragments: list[_Fragment]) -> None:
+        """Fill fragments in the order of the file; a range that several want is read once."""
+        copies: list[tuple[memoryview, memoryview]] = []
+        for batch in _batches(fragments, copies):
+            self._read(batch[0].offset, [fragment.view for fragment in batch])
+        for source, copy in copies:
+            copy[:] = source
+
+    def _read(self, offset: int, views: list[memoryview]) -> None:
+        """Fill `views` with consecutive bytes of the tensor; compare the twin's."""
+        _preadv_exactly(self._files, self._source, offset, views)
+        if self._twin is None:
+            return
+        ours = np.concatenate([np.frombuffer(view, np.uint8) for view in views])
+        theirs = np.empty_like(ours)
+        _preadv_exactly(self._files, self._twin, offset, [theirs.data])
+        if not np.array_equal(ours, theirs):
+            raise TiedHeadDiffers(
+                f"the config ties {self._twin.name!r} to {self._source.name!r}, but the file holds "
+                "other bytes for it",
+                tensor=self._twin.name,
+                embedding=self._source.name,
+            )
 
 
 def _batches(
-    targets: list[Target], copies: list[tuple[memoryview, memoryview]]
+    fragments: list[_Fragment], copies: list[tuple[memoryview, memoryview]]
 ) -> Iterator[list[_Fragment]]:
     """Yield runs of fragments that follow one another in the file, each for one `preadv`.
 
     A range that several slices keep is read for the first; the others go to `copies`.
     """
-    fragments = [fragment for target in targets for fragment in _fragments(target)]
-    fragments.sort(key=lambda fragment: (fragment.offset, len(fragment.view)))
     batch: list[_Fragment] = []
     size = 0
-    for fragment in fragments:
+    for fragment in sorted(fragments, key=lambda fragment: (fragment.offset, len(fragment.view))):
         if batch:
             last = batch[-1]
             if (fragment.offset, len(fragment.view)) == (last.offset, len(last.view)):
@@ -173,77 +311,53 @@ def _batches(
         yield batch
 
 
-def _read_batch(descriptor: int, source: TensorInfo, batch: list[_Fragment]) -> None:
-    """Fill fragments that follow one another in the file."""
-    offset = source.offset + batch[0].offset
-    views = [fragment.view for fragment in batch]
+def _preadv_exactly(
+    files: OpenFiles, tensor: TensorInfo, offset: int, views: list[memoryview]
+) -> None:
+    """Fill `views` with the tensor's bytes from `offset` on."""
+    descriptor, position = files.descriptor(tensor.file), tensor.offset + offset
     left = sum(map(len, views))
     while left:
-        count = _preadv(descriptor, views, offset, source)
+        count = _preadv(descriptor, views, position, tensor)
         left -= count
-        if not left:
-            return
-        offset += count
-        # A short read is rare (a signal, a network file system); go on inside the fragment.
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
+        position += count
+        if left:
+            # A short read is rare (a signal, a network file system); go on inside the view.
+            views = _skip(views, count)
 
 
-def _read_and_hash(descriptor: int, source: TensorInfo, fragment: _Fragment) -> bytes:
-    """Fill one contiguous fragment, hashing each piece while it is in the cache."""
-    hashes = []
-    for start in range(0, len(fragment.view), _READ_BYTES):
-        piece = fragment.view[start : start + _READ_BYTES]
-        _read_batch(descriptor, source, [_Fragment(fragment.offset + start, piece)])
-        hashes.append(hash_blocks(piece))
-    return b"".join(hashes)
+def _skip(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of `views` after their first `count` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
 
 
-def _preadv(descriptor: int, views: list[memoryview], offset: int, source: TensorInfo) -> int:
+def _preadv(descriptor: int, views: list[memoryview], position: int, tensor: TensorInfo) -> int:
     try:
-        count = os.preadv(descriptor, views, offset)
+        count = os.preadv(descriptor, views, position)
     except OSError as error:
         raise DataLoss(
-            f"{source.file} cannot be read at byte {offset}: {error.strerror}",
+            f"{tensor.file} cannot be read at byte {position}: {error.strerror}",
             reason="READ_FAILED",
-            file=source.file,
-            tensor=source.name,
+            file=tensor.file,
+            tensor=tensor.name,
         ) from error
     if count == 0:
         raise DataLoss(
-            f"{source.file} ends at byte {offset}, inside tensor {source.name!r}: it became "
+            f"{tensor.file} ends at byte {position}, inside tensor {tensor.name!r}: it became "
             "shorter after it was planned",
             reason="FILE_TRUNCATED",
-            file=source.file,
-            tensor=source.name,
+            file=tensor.file,
+            tensor=tensor.name,
         )
     return count
 
 
-def _compare_twin(
-    descriptor: int, twin: TensorInfo, source: TensorInfo, batch: list[_Fragment]
-) -> None:
-    scratch = memoryview(bytearray(_READ_BYTES))
-    for fragment in batch:
-        for start in range(0, len(fragment.view), _READ_BYTES):
-            ours = fragment.view[start : start + _READ_BYTES]
-            theirs = scratch[: len(ours)]
-            _read_batch(descriptor, twin, [_Fragment(fragment.offset + start, theirs)])
-            if ours != theirs:
-                raise TiedHeadDiffers(
-                    f"the config ties {twin.name!r} to {source.name!r}, but the file holds other "
-                    "bytes for it",
-                    tensor=twin.name,
-                    embedding=source.name,
-                )
-
-
 def _changed(name: str) -> DataLoss:
-    return DataLoss(
-        f"{name} changed after it was planned", reason="FILE_CHANGED", file=name
-    )
+    return DataLoss(f"{name} changed after it was planned", reason="FILE_CHANGED", file=name)
 
 
 assert _READ_BYTES % BLOCK_BYTES == 0

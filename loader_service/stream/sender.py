@@ -48,9 +48,7 @@ class LoadSender:
         self._readers = readers
         self._steps = plan_steps(job.plan, job.chunk_bytes)
         self._digests = {
-            id(piece): _SliceDigest(piece)
-            for tensor in job.plan.tensors
-            for piece in tensor.slices
+            id(piece): _SliceDigest(piece) for tensor in job.plan.tensors for piece in tensor.slices
         }
         self._opened: dict[int, _RankLink] = {}
         self._links: list[_RankLink] = []
@@ -77,7 +75,10 @@ class LoadSender:
         files = await run_in_thread(self._readers, OpenFiles, self._job.plan.files)
         try:
             await _first_error(
-                [self._open_link(rank, endpoint) for rank, endpoint in enumerate(self._job.endpoints)]
+                [
+                    self._open_link(rank, endpoint)
+                    for rank, endpoint in enumerate(self._job.endpoints)
+                ]
             )
             self._links = [link for _, link in sorted(self._opened.items())]
             await connected(tuple(link.lanes for link in self._links))
@@ -191,7 +192,9 @@ def _read_step(
     hashed = []
     for index, pieces in places.items():
         targets = [Target(piece, extent.offset, view) for piece, extent, view in pieces.values()]
-        for target, hashes in zip(targets, read_tensor(files, tensors[index], targets), strict=True):
+        for target, hashes in zip(
+            targets, read_tensor(files, tensors[index], targets), strict=True
+        ):
             hashed.append((target.piece, target.begin, hashes))
     for source, view in copies:
         view[:] = source
@@ -280,7 +283,7 @@ class _RankLink:
         message = bytearray(wire.CREDIT_BYTES)
         for _ in self._chunks:
             await self._recv(wire.TAG_CREDIT, message)
-            index = wire.decode_credit(message)
+            index = wire.decode_credit(bytes(message))
             if not 0 <= index < len(self._chunks):
                 raise _worker_lost(
                     self._worker_id, self._rank, wire.ProtocolError(f"credit for chunk {index}")

@@ -80,7 +80,7 @@ class Streamer:
             error = LoadCancelled(f"load {job.load_id} was cancelled")
         except LoaderError as failed:
             error = failed
-        except Exception as failed:  # the boundary of a load: its fault must not end the others
+        except Exception as failed:  # noqa: BLE001 - the boundary of a load: its fault must not end the others
             _log.exception("load %s failed", job.load_id)
             error = InternalError(f"the streamer failed: {type(failed).__name__}: {failed}")
         finally:
@@ -118,7 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-ports", default="")
     options = parser.parse_args(arguments)
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s streamer: %(message)s"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s streamer: %(message)s",
     )
     ports = [int(port) for port in options.data_ports.split("-") if port]
     control = socket.socket(fileno=options.control_fd)

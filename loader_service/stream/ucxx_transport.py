@@ -72,19 +72,18 @@ class UcxxTransport:
             accepted(_UcxxConnection(self._ucxx, endpoint))
 
         ports: Sequence[int] = self._data_ports if self._data_ports is not None else (0,)
+        refusals = []
         for port in ports:
             try:
                 return _UcxxListener(self._ucxx.create_listener(on_endpoint, port))
             except self._ucxx.exceptions.UCXError as error:
-                refused = error
-        raise OSError(f"no free port for a data-plane listener in {ports}: {refused}")
+                refusals.append(error)
+        raise OSError(f"no free port for a data-plane listener in {ports}: {refusals}")
 
     async def connect(self, host: str, port: int, timeout_seconds: float) -> _UcxxConnection:
         """Connect to a listener; nobody there shows as a timeout."""
         try:
-            endpoint = await self._ucxx.create_endpoint(
-                host, port, connect_timeout=timeout_seconds
-            )
+            endpoint = await self._ucxx.create_endpoint(host, port, connect_timeout=timeout_seconds)
         except (self._ucxx.exceptions.UCXError, TimeoutError, OSError) as error:
             raise PeerLostError(f"no data-plane connection to {host}:{port}: {error}") from error
         return _UcxxConnection(self._ucxx, endpoint)
@@ -214,7 +213,8 @@ def _query_lanes(handle: int) -> list[str]:
     if status:
         _log.warning("ucp_ep_query answered with status %d", status)
         return []
+    # The connection manager's lane has a transport but no device.
     return [
-        f"{entry.transport_name.decode()}/{entry.device_name.decode()}"
+        "/".join(filter(None, (entry.transport_name.decode(), entry.device_name.decode())))
         for entry in entries[: attributes.transports.num_entries]
     ]

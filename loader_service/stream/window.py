@@ -48,7 +48,7 @@ class HostWindow:
             taken = [idle.pop() for _ in range(min(count, len(idle)))]
             fresh = count - len(taken)
             self._held_bytes += size * fresh
-            return taken + [memoryview(map_memory(size)) for _ in range(fresh)]
+            return taken + [map_memory(size).data for _ in range(fresh)]
 
     def release(self, buffers: list[memoryview]) -> None:
         """Give buffers back; nothing may use them any more."""

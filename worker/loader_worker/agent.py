@@ -74,7 +74,10 @@ class Agent:
         while True:
             try:
                 terms = await self._coordinator.RegisterWorker(request, timeout=CALL_SECONDS)
-                break
+                self._interval_seconds = terms.heartbeat_interval.ToTimedelta().total_seconds()
+                self._lease_seconds = terms.lease_duration.ToTimedelta().total_seconds()
+                _log.info("registered as %s", self._worker.worker_id)
+                return
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
                 if isinstance(failure, VersionSkew):
@@ -83,9 +86,6 @@ class Agent:
             await self._end_orphans(last_contact)
             await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1
-        self._interval_seconds = terms.heartbeat_interval.ToTimedelta().total_seconds()
-        self._lease_seconds = terms.lease_duration.ToTimedelta().total_seconds()
-        _log.info("registered as %s", self._worker.worker_id)
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats until the coordinator does not know this worker any more."""

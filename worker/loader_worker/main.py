@@ -41,7 +41,7 @@ async def serve(options: argparse.Namespace) -> None:
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker, host), server.grpc)
     _, port = addresses.split(await server.start(options.listen))
     address = options.advertise or addresses.join(host, port)
-    print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)
+    print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)  # noqa: T201 - launchers read it
     async with open_channel(options.coordinator) as channel:
         agent = Agent(worker, channel, address)
         membership = asyncio.create_task(agent.run())
@@ -77,11 +77,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="loader-worker", description="Receives weights to one device and keeps them there."
     )
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
-    parser.add_argument("--listen", default="0.0.0.0:0", metavar="HOST:PORT")  # noqa: S104 (documented default)
-    parser.add_argument("--advertise", default="", metavar="HOST:PORT", help="address given to others")
+    parser.add_argument("--listen", default="0.0.0.0:0", metavar="HOST:PORT")
+    parser.add_argument(
+        "--advertise", default="", metavar="HOST:PORT", help="address given to others"
+    )
     parser.add_argument("--device", default="numpy", help="numpy (host memory)")
     parser.add_argument(
-        "--memory-limit", type=parse_size, metavar="SIZE", help="most device bytes to use, e.g. 8GiB"
+        "--memory-limit",
+        type=parse_size,
+        metavar="SIZE",
+        help="most device bytes to use, e.g. 8GiB",
     )
     parser.add_argument("--worker-id", default=_default_worker_id(), help="kept across restarts")
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")

@@ -137,8 +137,8 @@ def _check_chunks(manifest: Manifest) -> None:
             ):
                 raise _invalid(f"chunks do not fill slice {piece.name!r} in order")
             filled[extent.slice_index] = end
-    for piece, end in zip(manifest.slices, filled, strict=True):
-        if end != piece.wire_bytes:
+    for piece, reached in zip(manifest.slices, filled, strict=True):
+        if reached != piece.wire_bytes:
             raise _invalid(f"no chunk fills the end of slice {piece.name!r}")
 
 

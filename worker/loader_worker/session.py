@@ -173,7 +173,7 @@ class LoadSession:
             self._fail(StreamerLost(f"the connection to the streamer broke: {error}"))
         except LoaderError as error:
             self._fail(error)
-        except Exception as error:  # the boundary of a load: the worker itself goes on
+        except Exception as error:  # noqa: BLE001 - the boundary of a load: the worker itself goes on
             _log.exception("load %s failed", self.manifest.load_id)
             self._fail(InternalError(f"receiving failed: {type(error).__name__}: {error}"))
 
@@ -199,5 +199,3 @@ class LoadSession:
     def _free(self) -> None:
         while self._buffers:
             self._device.free(self._buffers.pop())
-
-

@@ -1,0 +1,171 @@
+"""Cuts by hand: packed dtypes, fused matrices, and how few runs describe a cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader_service.checkpoint.catalog import TensorInfo
+from loader_service.checkpoint.files import read_checkpoint
+from loader_service.errors import PlanRefused
+from loader_service.plan.cuts import Cut, Even, Fused, Heads, Replicated, Vocab, cut_tensor
+from loader_service.plan.planner import PlanOptions, UnknownTensorPolicy, plan_load
+from loader_service.plan.slices import StridedRun
+from tests.checkpoints import RawTensor, payload_bytes, random_tensor, write_file
+from tests.oracle import apply_runs
+
+ROWS, COLUMNS = Even("column", 0), Even("row", 1)
+
+
+def info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    return TensorInfo("t.weight", dtype, shape, "f", 100, payload_bytes(dtype, shape))
+
+
+def cut_bytes(tensor: RawTensor, cut: Cut, tp: int) -> list[bytes]:
+    pieces = cut_tensor(info(tensor.dtype, tensor.shape), cut, tp)
+    return [apply_runs(tensor.data, piece.runs, piece.nbytes) for piece in pieces]
+
+
+# ---------------------------------------------------------------- A14
+
+S = RawTensor("s", "F8_E8M0", (2, 4), bytes(range(126, 134)))
+Q = RawTensor("q", "F4", (2, 8), bytes(range(8)))
+H = RawTensor("h", "F4", (4, 3), bytes(range(10, 16)))
+R = RawTensor("r", "F6_E2M3", (4,), bytes([0xAB, 0xCD, 0xEF]))
+
+
+def test_a14_packed_tensors_reach_every_rank_whole(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.safetensors", [S, Q, H, R])
+    checkpoint = read_checkpoint(str(path), str(tmp_path))
+    plan = plan_load(checkpoint, 2, PlanOptions(unknown_tensors=UnknownTensorPolicy.REPLICATE))
+    content = path.read_bytes()
+    for rank in range(2):
+        found = {}
+        for tensor in plan.tensors:
+            source, piece = tensor.source, tensor.slices[rank]
+            payload = content[source.offset : source.offset + source.nbytes]
+            data = apply_runs(payload, piece.runs, piece.nbytes)
+            found[source.name] = RawTensor(source.name, piece.dtype, piece.shape, data)
+        assert found == {"s": S, "q": Q, "h": H, "r": R}
+
+
+def test_a14_rows_of_whole_bytes_are_cut() -> None:
+    assert cut_bytes(Q, ROWS, 2) == [bytes(range(4)), bytes(range(4, 8))]
+    assert [piece.shape for piece in cut_tensor(info("F4", (2, 8)), ROWS, 2)] == [(1, 8)] * 2
+
+
+def test_a14_two_rows_of_one_and_a_half_bytes_are_cut_together() -> None:
+    assert cut_bytes(H, ROWS, 2) == [H.data[:3], H.data[3:]]
+
+
+def test_a14_a_row_of_twelve_bits_is_not_cut_off() -> None:
+    with pytest.raises(PlanRefused, match="12 bits") as caught:
+        cut_tensor(info("F4", (4, 3)), ROWS, 4)
+    assert caught.value.reason == "SUB_BYTE_CUT"
+    assert caught.value.metadata == {"tensor": "t.weight", "dtype": "F4"}
+
+
+def test_a14_columns_are_cut_on_byte_boundaries_only() -> None:
+    assert cut_bytes(Q, COLUMNS, 4) == [bytes([i, i + 4]) for i in range(4)]
+    for shape, tp in (((2, 8), 8), ((3, 2), 2)):
+        with pytest.raises(PlanRefused, match="inside a byte"):
+            cut_tensor(info("F4", shape), COLUMNS, tp)
+
+
+def test_a14_padding_rows_of_a_packed_vocabulary_fill_whole_bytes() -> None:
+    pieces = cut_tensor(info("F4", (5, 2)), Vocab(), 4)
+    assert [(piece.nbytes, piece.wire_bytes, piece.padding_rows) for piece in pieces] == [
+        (2, 2, 0),
+        (2, 2, 0),
+        (2, 1, 1),
+        (2, 0, 2),
+    ]
+
+
+# ---------------------------------------------------------------- fused matrices
+
+
+def fused_qkv(query_heads: int, kv_heads: int, head_size: int, dim: int = 0) -> Fused:
+    query = Heads("column", dim, query_heads, head_size, replicable=False)
+    key_value = Heads("column", dim, kv_heads, head_size, replicable=True)
+    width = kv_heads * head_size
+    parts = ((query_heads * head_size, query), (width, key_value), (width, key_value))
+    return Fused("fused", dim, parts)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fused_qkv_is_cut_by_part_and_joined_again(tp: int, dim: int) -> None:
+    """Four query heads and two key/value heads of 3: at tp = 4 two ranks share one of the latter."""
+    shape = (24, 5) if dim == 0 else (5, 24)
+    tensor = random_tensor("qkv", "F32", shape)
+    matrix = np.frombuffer(tensor.data, "<u4").reshape(shape)
+    q, k, v = np.split(matrix, [12, 18], axis=dim)
+    expected = []
+    for rank in range(tp):
+        own = np.split(q, tp, axis=dim)[rank]
+        heads = [np.split(part, min(tp, 2), axis=dim)[rank * min(tp, 2) // tp] for part in (k, v)]
+        expected.append(np.concatenate([own, *heads], axis=dim).tobytes())
+    assert cut_bytes(tensor, fused_qkv(4, 2, 3, dim), tp) == expected
+
+
+def test_fused_gate_and_up_are_cut_by_part() -> None:
+    fused = Fused("fused", 0, ((4, ROWS), (4, ROWS)))
+    tensor = RawTensor("gate_up", "U8", (8, 1), bytes(range(8)))
+    assert cut_bytes(tensor, fused, 2) == [bytes([0, 1, 4, 5]), bytes([2, 3, 6, 7])]
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "tp", "reason", "words"),
+    [
+        (fused_qkv(4, 2, 3), (23, 1), 2, "SHAPE_MISMATCH", r"not 12 \+ 6 \+ 6"),
+        (fused_qkv(4, 2, 3), (24, 1), 8, "TP_NOT_DIVISIBLE", "4 heads .* 8 ranks"),
+        (fused_qkv(6, 4, 2), (28, 1), 6, "TP_NOT_DIVISIBLE", "4 heads .* 6 ranks"),
+        (Fused("fused", 0, ((4, ROWS), (3, ROWS))), (7, 1), 2, "TP_NOT_DIVISIBLE", "of 3"),
+    ],
+)
+def test_fused_cut_is_refused_where_a_part_is(
+    cut: Fused, shape: tuple[int, ...], tp: int, reason: str, words: str
+) -> None:
+    with pytest.raises(PlanRefused, match=words) as caught:
+        cut_tensor(info("BF16", shape), cut, tp)
+    assert caught.value.reason == reason
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "rank", "run"),
+    [
+        (Replicated(), (6, 4), 1, StridedRun(0, 48, 0, 48, 48, 1)),
+        (ROWS, (6, 4), 1, StridedRun(24, 24, 0, 24, 24, 1)),
+        (COLUMNS, (6, 4), 1, StridedRun(4, 8, 0, 4, 4, 6)),
+        (COLUMNS, (1, 4), 1, StridedRun(4, 4, 0, 4, 4, 1)),
+        (Even("last", 2), (2, 3, 4), 1, StridedRun(4, 8, 0, 4, 4, 6)),
+        (Even("middle", 1), (2, 4, 3), 1, StridedRun(12, 24, 0, 12, 12, 2)),
+        (Vocab(), (3, 4), 1, StridedRun(16, 8, 0, 8, 8, 1)),
+    ],
+)
+def test_a_cut_is_one_run_whatever_its_dim(
+    cut: Cut, shape: tuple[int, ...], rank: int, run: StridedRun
+) -> None:
+    """BF16 for two ranks. A device copies one run with one 2-D copy."""
+    (found,) = cut_tensor(info("BF16", shape), cut, 2)[rank].runs
+    assert found == run
+    assert found.nbytes == run.length * run.count
+
+
+def test_whole_tensor_along_a_later_dim_is_one_piece() -> None:
+    (run,) = cut_tensor(info("BF16", (6, 4)), COLUMNS, 1)[0].runs
+    assert (run.count, run.length) == (1, 48)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+@pytest.mark.parametrize("cut", [ROWS, COLUMNS, Vocab(), Replicated()])
+def test_zero_sized_tensor_has_no_runs(cut: Cut, shape: tuple[int, ...]) -> None:
+    for piece in cut_tensor(info("F32", shape), cut, 2):
+        assert piece.runs == ()
+        assert piece.nbytes == piece.wire_bytes == 0
