@@ -155,7 +155,7 @@ def paginate(
     start = 0
     if page_token:
         try:
-            last = base64.urlsafe_b64decode(page_token.encode("ascii")).decode()
+            last = base64.b64decode(page_token.encode("ascii"), b"-_", validate=True).decode()
         except (UnicodeError, binascii.Error):
             raise InvalidRequest(
                 "page_token is not one of this server's", field="page_token"

@@ -100,7 +100,8 @@ class LoadRecord:
         self._created = clock.monotonic()
         self._created_wall = clock.time()
         self._settled: float | None = None
-        self._transfer: list[float] = []
+        self._transfer_begin: float | None = None
+        self._transfer_end: float | None = None
         self._ranks: list[_Rank] = []
         self._revision = 1
         self._changed = asyncio.Event()
@@ -123,8 +124,8 @@ class LoadRecord:
         if state not in _NEXT.get(self.state, frozenset()):
             raise self.wrong_state(f"cannot become {_name(state)}")
         now = self._clock.monotonic()
-        if state in (_S.LOAD_STATE_STREAMING, _S.LOAD_STATE_COMMITTING):
-            self._transfer.append(now)
+        if state == _S.LOAD_STATE_COMMITTING:
+            self._transfer_end = now
         self._enter(state, now)
 
     def end(self, state: LoadState.ValueType, failure: LoaderError | None) -> None:
@@ -132,8 +133,7 @@ class LoadRecord:
         if is_terminal(self.state):
             raise self.wrong_state("has ended already")
         now = self._clock.monotonic()
-        if len(self._transfer) == 1:
-            self._transfer.append(now)
+        self._transfer_end = now
         self.failure = failure
         self._enter(state, now)
 
@@ -166,7 +166,8 @@ class LoadRecord:
         self._touch()
 
     def set_lanes(self, lanes: Sequence[str]) -> None:
-        """Say what carries each rank's data."""
+        """Say what carries each rank's data; the transfer begins."""
+        self._transfer_begin = self._clock.monotonic()
         for rank, lane in zip(self._ranks, lanes, strict=True):
             rank.lanes = lane
         self._touch()
@@ -212,10 +213,11 @@ class LoadRecord:
         )
         load.create_time.FromNanoseconds(int(self._created_wall * 1e9))
         now = self._clock.monotonic()
-        load.total_duration.FromNanoseconds(int(((self._settled or now) - self._created) * 1e9))
-        if self._transfer:
-            begin, end = self._transfer[0], (*self._transfer, now)[1]
-            load.transfer_duration.FromNanoseconds(int((end - begin) * 1e9))
+        until = now if self._settled is None else self._settled
+        load.total_duration.FromNanoseconds(int((until - self._created) * 1e9))
+        if self._transfer_begin is not None:
+            end = now if self._transfer_end is None else self._transfer_end
+            load.transfer_duration.FromNanoseconds(int((end - self._transfer_begin) * 1e9))
         if self.failure is not None:
             reason, message, metadata = errors.to_fields(self.failure)
             load.failure.CopyFrom(

@@ -97,6 +97,8 @@ class LoadRunner:
     async def run(self) -> None:
         """Carry the load to SUCCEEDED, or to FAILED or CANCELLED with nothing left behind."""
         self._work = asyncio.create_task(self._load())
+        if self._cause is not None:
+            self._work.cancel()
         await asyncio.wait([self._work])
         if self._work.cancelled():
             error = self._cause or LoadCancelled(f"load {self.record.load_id} was cancelled")
@@ -115,8 +117,10 @@ class LoadRunner:
 
     def fail(self, cause: LoaderError) -> None:
         """End the load because of something that happened elsewhere; the first cause is kept."""
-        if self._work is not None and not self._work.done() and self._cause is None:
-            self._cause = cause
+        if self._cause is not None or (self._work is not None and self._work.done()):
+            return
+        self._cause = cause
+        if self._work is not None:
             self._work.cancel()
 
     async def release(self) -> None:

@@ -23,7 +23,7 @@ from loader_service.plan.slices import Slice, StridedRun, TensorPlan
 __all__ = ["OpenFiles", "Target", "read_tensor"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-_READ_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
 """Most bytes of one system call: what is hashed or copied right after is still in the cache then."""
 
 _SHORT_BYTES = 64 << 10
@@ -167,7 +167,7 @@ def _divide(targets: Sequence[Target]) -> tuple[list[_Band], list[_Fragment]]:
     """
     columns: defaultdict[tuple[int, int, int], list[_Column]] = defaultdict(list)
     fragments: list[_Fragment] = []
-    pieces: defaultdict[tuple[int, int, int], list[_Fragment]] = defaultdict(list)
+    parts: defaultdict[tuple[int, int, int], list[tuple[Target, StridedRun]]] = defaultdict(list)
     for target in targets:
         for run in target.piece.runs:
             first, last = _whole_pieces(target, run)
@@ -179,13 +179,14 @@ def _divide(targets: Sequence[Target]) -> tuple[list[_Band], list[_Fragment]]:
             row, offset = divmod(run.source_offset, run.source_stride)
             band = (row + first, last - first, run.source_stride)
             columns[band].append(_Column(offset, _strided(target, run, first, last)))
-            pieces[band] += _fragments(target, run, first, last)
+            parts[band].append((target, run))
     bands = []
     for band, members in columns.items():
         if _cover(members, band[2]):
             bands.append(_Band(band[0], band[2], tuple(members)))
         else:
-            fragments += pieces[band]
+            for target, run in parts[band]:
+                fragments += _fragments(target, run, *_whole_pieces(target, run))
     return bands, fragments
 
 

@@ -129,6 +129,7 @@ class _MemoryConnection:
         try:
             await asyncio.wait((wanted, self._gone), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
+            wanted.cancel()
             self.abort()
             raise
         if wanted.done():

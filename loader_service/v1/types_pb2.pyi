@@ -487,7 +487,7 @@ class Load(_message.Message):
 
     @_builtins.property
     def transfer_duration(self) -> _duration_pb2.Duration:
-        """From the first byte asked for to the last rank verified."""
+        """From all ranks connected to the last rank verified."""
 
     @_builtins.property
     def total_duration(self) -> _duration_pb2.Duration:

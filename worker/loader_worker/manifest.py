@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 
 from loader_kernels import digest
-from loader_service.checkpoint.dtypes import bits_of
+from loader_service.checkpoint.dtypes import DTYPE_BITS
 from loader_service.errors import InvalidRequest
 from loader_service.stream.chunks import Chunk, Extent
 from loader_service.v1 import worker_pb2
@@ -89,13 +89,16 @@ def parse_manifest(
     manifest = Manifest(header.load_id, header.rank, header.tp, tuple(slices), tuple(chunks))
     if manifest.resident_bytes != header.resident_bytes:
         raise _invalid("the slices do not add up to the header's bytes")
+    _check_names(manifest)
     _check_chunks(manifest)
     return manifest
 
 
 def _slice(message: worker_pb2.ManifestSlice) -> ManifestSlice:
     shape = tuple(message.shape)
-    bits = math.prod(shape) * bits_of(message.dtype, message.name)
+    if message.dtype not in DTYPE_BITS:
+        raise _invalid(f"slice {message.name!r} has unknown dtype {message.dtype!r}")
+    bits = math.prod(shape) * DTYPE_BITS[message.dtype]
     if bits % 8 or min(shape, default=0) < 0 or not 0 <= message.wire_bytes <= bits // 8:
         raise _invalid(f"slice {message.name!r} has impossible sizes")
     return ManifestSlice(
@@ -118,10 +121,22 @@ def _chunk(message: worker_pb2.ManifestChunk) -> Chunk:
     )
 
 
+def _check_names(manifest: Manifest) -> None:
+    """A name or alias must mean one slice: the store that they end in refuses anything else."""
+    known: set[str] = set()
+    for piece in manifest.slices:
+        for name in (piece.name, *piece.aliases):
+            if name in known:
+                raise _invalid(f"two slices are called {name!r}")
+            known.add(name)
+
+
 def _check_chunks(manifest: Manifest) -> None:
     """Every slice must be filled front to back, without gap or overlap, at block boundaries."""
     filled: list[int | None] = [None] * len(manifest.slices)
     for chunk in manifest.chunks:
+        if not chunk.extents:
+            raise _invalid("a chunk names no slice")
         for extent in chunk.extents:
             if not 0 <= extent.slice_index < len(filled):
                 raise _invalid(f"a chunk names slice {extent.slice_index}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -70,8 +71,8 @@ class LoadSession:
             OutOfMemory: the slices do not fit; nothing is allocated then.
         """
         self._check_memory()
-        await run_in_thread(self._threads, self._allocate)
         try:
+            await run_in_thread(self._threads, self._allocate)
             self._listener = await self._transport.listen(self._greet_later)
         except BaseException:
             self._free()
@@ -168,7 +169,10 @@ class LoadSession:
             self.lanes = connection.lanes
             await receiver.run(connection)
             self.state = WorkerLoadState.WORKER_LOAD_STATE_VERIFIED
-            await connection.send(wire.TAG_VERDICT, bytearray(wire.encode_verdict(None)))
+            # Who has read the verdict may hang up before we learn that it arrived. Who has not calls
+            # the worker lost, and the coordinator ends the load here.
+            with contextlib.suppress(PeerLostError):
+                await connection.send(wire.TAG_VERDICT, bytearray(wire.encode_verdict(None)))
         except PeerLostError as error:
             self._fail(StreamerLost(f"the connection to the streamer broke: {error}"))
         except LoaderError as error:

@@ -1,0 +1,100 @@
+"""Small checkpoints that are cut as a test says, and what every rank must end up with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from loader_service.checkpoint.files import read_checkpoint
+from loader_service.plan.cuts import Cut, Even, Heads, Replicated, Vocab, cut_tensor
+from loader_service.plan.slices import LoadPlan, TensorPlan
+from tests.checkpoints import BITS, RawTensor, payload_bytes, random_tensor, safetensors_file
+
+FILE = "model.safetensors"
+MAX_TP = 4
+_HEAD_SIZE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor and its cut.
+
+    Attributes:
+        tensor: the tensor.
+        cut: how it goes to the ranks.
+        aliases: other names of its slices.
+        twin: name of the tensor that must hold the same bytes; it is not loaded itself.
+    """
+
+    tensor: RawTensor
+    cut: Cut = dataclasses.field(default_factory=Replicated)
+    aliases: tuple[str, ...] = ()
+    twin: str = ""
+
+    def local_bytes(self, rank: int, tp: int) -> bytes:
+        """The bytes that a rank keeps, zero rows included, cut by NumPy."""
+        tensor, cut = self.tensor, self.cut
+        if isinstance(cut, Replicated):
+            return tensor.data
+        item = BITS[tensor.dtype] // 8
+        array = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape, item)
+        if isinstance(cut, Vocab):
+            filler = -tensor.shape[0] % tp
+            array = np.concatenate([array, np.zeros((filler, *array.shape[1:]), np.uint8)])
+        if isinstance(cut, Heads) and cut.count < tp:
+            return np.split(array, cut.count, cut.dim)[rank * cut.count // tp].tobytes()
+        return np.split(array, tp, cut.dim)[rank].tobytes()
+
+
+def write_plan(folder: Path, parts: Sequence[Part], tp: int) -> LoadPlan:
+    """Write one file with the tensors in the given order and plan it."""
+    (folder / FILE).write_bytes(safetensors_file([part.tensor for part in parts]))
+    catalog = read_checkpoint(str(folder), str(folder)).catalog
+    twins = {part.twin for part in parts}
+    tensors = []
+    for part in parts:
+        source = catalog.get(part.tensor.name)
+        assert source is not None
+        if source.name in twins:
+            continue
+        slices = cut_tensor(source, part.cut, tp, part.aliases)
+        twin = catalog.get(part.twin)
+        tensors.append(TensorPlan(source, "weight", "dense", part.cut.name, "", slices, twin))
+    return LoadPlan(
+        str(folder), "unknown", tp, tuple(tensors), catalog.files, bool(twins - {""}), ()
+    )
+
+
+def sized(name: str, nbytes: int) -> Part:
+    """A replicated tensor of `nbytes` bytes."""
+    return Part(random_tensor(name, "U8", (nbytes,)))
+
+
+@st.composite
+def random_parts(draw: st.DrawFn, tp: int, max_rows: int = 6) -> list[Part]:
+    """Tensors of random shapes, dtypes and cuts; some without any byte."""
+    parts = []
+    for number in range(draw(st.integers(1, 6))):
+        dtype = draw(st.sampled_from(("U8", "BF16", "F32", "C64")))
+        rows, columns = draw(st.integers(0, max_rows)), draw(st.integers(0, 5))
+        cut, shape = draw(
+            st.sampled_from(
+                (
+                    (Replicated(), (rows, columns)),
+                    (Replicated(), ()),
+                    (Even("column", 0), (rows * tp, columns)),
+                    (Even("row", 1), (rows, columns * tp)),
+                    (Even("row", 1), (rows, columns * tp, 3)),
+                    (Vocab(), (rows * 3 + 1, columns)),
+                    (Heads("kv", 0, 1, _HEAD_SIZE, replicable=True), (_HEAD_SIZE, columns)),
+                    (Heads("q", 0, tp, _HEAD_SIZE, replicable=False), (_HEAD_SIZE * tp, columns)),
+                )
+            )
+        )
+        parts.append(Part(random_tensor(f"t{number}", dtype, shape), cut))
+        assert len(parts[-1].tensor.data) == payload_bytes(dtype, shape)
+    return parts
