@@ -324,3 +324,47 @@ def _bert(options: ModelOptions) -> Any:
         max_position_embeddings=9,
     )
     return transformers.BertModel(config)
+
+
+# ---------------------------------------------------------------- large models without a payload
+
+
+def write_sparse_llama(folder: Path, layers: int) -> Path:
+    """Write a Llama checkpoint of 256 MiB a layer whose payload is a hole in the file."""
+    hidden, intermediate, heads, kv_heads, vocabulary = 4096, 8192, 32, 8, 1024
+    key_value = kv_heads * hidden // heads
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (key_value, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (key_value, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate_proj.weight": (intermediate, hidden),
+            f"{prefix}.mlp.up_proj.weight": (intermediate, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, intermediate),
+        }
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + payload_bytes("BF16", shape)
+        header[name] = entry("BF16", shape, begin, end)
+    path = folder / "model.safetensors"
+    path.write_bytes(raw_file(header))
+    os.truncate(path, path.stat().st_size + end)
+    write_config(
+        folder,
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": kv_heads,
+            "tie_word_embeddings": False,
+        },
+    )
+    return folder

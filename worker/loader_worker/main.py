@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 
+from loader_kernels.device import Device
 from loader_kernels.devices import open_device
 from loader_service import addresses
 from loader_service.errors import LoaderError
@@ -30,10 +31,9 @@ _log = logging.getLogger(__name__)
 SERVICE = "loader_service.v1.WorkerService"
 
 
-async def serve(options: argparse.Namespace) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def serve(options: argparse.Namespace, device: Device) -> None:
+    """Serve with `device` until SIGTERM or SIGINT."""
     stop = stop_requested()
-    device = open_device(options.device, options.memory_limit)
     transport = UcxxTransport.start(addresses.parse_ports(options.data_ports))
     worker = Worker(options.worker_id, device, transport)
     server = Server([SERVICE])
@@ -72,7 +72,8 @@ def _default_worker_id() -> str:
     return f"{socket.gethostname()}-{rank}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="loader-worker", description="Receives weights to one device and keeps them there."
     )
@@ -91,15 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--worker-id", default=_default_worker_id(), help="kept across restarts")
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
     parser.add_argument("--version", action="version", version=__version__)
-    return parser
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
-    options = _parser().parse_args(arguments)
+    options = parse_arguments(arguments)
     log_to_stderr(f"worker {options.worker_id}")
     try:
-        asyncio.run(serve(options))
+        asyncio.run(serve(options, open_device(options.device, options.memory_limit)))
     except (LoaderError, ValueError, OSError) as error:
         sys.exit(f"loader-worker: {error}")
 

@@ -1,0 +1,45 @@
+"""A worker whose device changes a byte: after landing (`landed`), or on SIGUSR1 (`committed`)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from types import FrameType
+
+from loader_kernels.device import Buffer
+from loader_kernels.numpy_device import NumpyBuffer, NumpyDevice
+from loader_service.serving import log_to_stderr
+from loader_worker.main import parse_arguments, serve
+
+
+class FaultyDevice(NumpyDevice):
+    """Host memory that loses a bit at a chosen moment."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__()
+        self._landed = moment == "landed"
+        self._largest: NumpyBuffer | None = None
+        if moment == "committed":
+            signal.signal(signal.SIGUSR1, self._flip_largest)
+
+    def allocate(self, nbytes: int) -> NumpyBuffer:
+        buffer = super().allocate(nbytes)
+        if self._largest is None or self._largest.nbytes < nbytes:
+            self._largest = buffer
+        return buffer
+
+    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
+        if self._landed and buffer is self._largest:
+            self.window(buffer, offset, length)[length // 2] ^= 1
+            self._landed = False
+        return super().block_hashes(buffer, offset, length)
+
+    def _flip_largest(self, number: int, frame: FrameType | None) -> None:
+        assert self._largest is not None
+        self.window(self._largest, 0, 1)[0] ^= 1
+
+
+if __name__ == "__main__":
+    log_to_stderr("faulty worker")
+    asyncio.run(serve(parse_arguments(sys.argv[2:]), FaultyDevice(sys.argv[1])))
