@@ -35,6 +35,8 @@ from typing import ClassVar
 import grpc
 
 __all__ = [
+    "CLASS_KEY",
+    "ERROR_DOMAIN",
     "CheckpointNotFound",
     "DataLoss",
     "DeadlineExceeded",

@@ -226,6 +226,9 @@ class Coordinator:
 
     async def _run(self, runner: LoadRunner) -> None:
         await runner.run()
+        failure = runner.record.failure
+        if isinstance(failure, WorkerLost):
+            self.registry.suspect(failure.metadata.get("worker_id", ""))
         if is_terminal(runner.record.state):
             self._give_back(runner.record)
         self._forget_old()

@@ -30,6 +30,7 @@ class WorkerRecord:
         memory: device memory at the last heartbeat.
         loads: loads that the worker reported.
         lost: the lease ran out or the worker has left.
+        suspect: its data plane broke; it takes no load until its next heartbeat.
         load_id: load that the worker is reserved for; empty when idle.
         rank: rank in that load.
     """
@@ -40,6 +41,7 @@ class WorkerRecord:
     memory: types_pb2.MemoryUsage
     loads: list[coordinator_pb2.WorkerLoad] = dataclasses.field(default_factory=list)
     lost: bool = False
+    suspect: bool = False
     load_id: str = ""
     rank: int = 0
 
@@ -54,9 +56,8 @@ class WorkerRecord:
         if self.lost:
             return WorkerState.WORKER_STATE_LOST
         # A worker that still gives an ended load back is not idle yet.
-        busy = self.load_id or any(
-            load.state != WorkerLoadState.WORKER_LOAD_STATE_FAILED for load in self.loads
-        )
+        holding = any(load.state != WorkerLoadState.WORKER_LOAD_STATE_FAILED for load in self.loads)
+        busy = self.load_id or self.suspect or holding
         return WorkerState.WORKER_STATE_BUSY if busy else WorkerState.WORKER_STATE_READY
 
     def message(self) -> types_pb2.Worker:
@@ -132,6 +133,7 @@ class WorkerRegistry:
             )
         record.lease_end = now + self._lease_seconds
         record.heartbeat_time = wall_time
+        record.suspect = False
         record.memory = request.memory
         record.loads = list(request.loads)
         return record
@@ -180,6 +182,12 @@ class WorkerRegistry:
                 record.load_id, record.rank = "", 0
                 # A worker that holds the load all the same says so with its next heartbeat.
                 record.loads = [load for load in record.loads if load.load_id != load_id]
+
+    def suspect(self, worker_id: str) -> None:
+        """Choose this worker for no load until its next heartbeat; an unknown one is fine."""
+        record = self._workers.get(worker_id)
+        if record is not None:
+            record.suspect = True
 
     def all(self) -> list[WorkerRecord]:
         """Return the workers by id."""

@@ -295,7 +295,10 @@ class _RankLink:
         """Take the worker's verdict; raise what it says."""
         message = bytearray(wire.VERDICT_BYTES)
         await self._recv(wire.TAG_VERDICT, message)
-        error = wire.decode_verdict(bytes(message))
+        try:
+            error = wire.decode_verdict(bytes(message))
+        except wire.ProtocolError as broken:
+            raise _worker_lost(self._worker_id, self._rank, broken) from broken
         if error is not None:
             raise error
         self.verified = True

@@ -8,9 +8,11 @@ progress thread works.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -30,6 +32,9 @@ _OPTIONS = {
 }
 _ABORT_NANOSECONDS = 1_000_000_000
 """How long one step of closing an endpoint may take; measured: 0.1 to 5 ms."""
+
+FINISH_SECONDS = 5.0
+"""How long an aborted request may take to end; measured: some milliseconds."""
 
 
 class UcxxTransport:
@@ -134,7 +139,7 @@ class _UcxxConnection:
     async def recv(self, tag: int, buffer: Any) -> None:
         array = self._contiguous(buffer)
         # UCXX does not look at this flag and would write into constant memory.
-        if isinstance(buffer, bytes) or getattr(buffer, "readonly", False):
+        if array.readonly:
             raise ValueError("cannot receive into read-only memory")
         await self._transfer("tag_recv", "msg_recv", tag, array)
 
@@ -161,9 +166,32 @@ class _UcxxConnection:
             await wait
         except asyncio.CancelledError:
             self.abort()
+            await _finished(request, array)
             raise
         except self._ucxx.exceptions.UCXError as error:
             raise PeerLostError(f"{type(error).__name__}: {error}") from error
+
+
+_unfinished: list[tuple[Any, Any]] = []
+"""Requests that did not end in time, with their memory: neither may be freed any more."""
+
+
+async def _finished(request: Any, array: Any) -> None:
+    """Wait until an aborted request has ended, so that nothing touches its memory any more.
+
+    A request that is dropped while UCX's progress thread completes it deadlocks with that thread
+    (the two take the same two locks in different orders), and a receive that is under way would
+    write into memory that its owner has freed meanwhile.
+    """
+    deadline = time.monotonic() + FINISH_SECONDS
+    while not request.completed:
+        if time.monotonic() > deadline:
+            _log.error("an aborted request did not end; its memory is kept")
+            _unfinished.append((request, array))
+            return
+        # The task is being cancelled already; another cancel must not cut this short.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.001)
 
 
 class _TransportEntry(ctypes.Structure):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import struct
 
-from loader_service.errors import LoaderError, from_fields, to_fields
+from loader_service.errors import CLASS_KEY, LoaderError, from_fields, to_fields
 
 __all__ = [
     "CREDIT_BYTES",
@@ -131,8 +131,10 @@ def encode_verdict(error: LoaderError | None) -> bytes:
     reason, message, metadata = to_fields(error)
     body = json.dumps([reason, message, metadata]).encode()
     if len(_REFUSED) + len(body) > VERDICT_BYTES:
-        # Long names must not cost the reason.
-        body = json.dumps([reason, message[:512], {}]).encode()
+        # Long names must cost neither the reason nor the class; JSON spends up to 12 bytes on a
+        # character.
+        short = {CLASS_KEY: metadata[CLASS_KEY]}
+        body = json.dumps([reason, message[:256], short]).encode()
     return (_REFUSED + body).ljust(VERDICT_BYTES, b"\0")
 
 
@@ -147,5 +149,8 @@ def decode_verdict(message: bytes) -> LoaderError | None:
         return None
     if not text.startswith(_REFUSED):
         raise ProtocolError("the last message is not a verdict")
-    reason, sentence, metadata = json.loads(text[len(_REFUSED) :])
-    return from_fields(reason, sentence, metadata)
+    try:
+        reason, sentence, metadata = json.loads(text[len(_REFUSED) :])
+        return from_fields(reason, sentence, metadata)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ProtocolError("the last message is not a verdict") from error

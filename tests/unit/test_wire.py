@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loader_service.errors import DigestMismatch, InternalError, LoaderError, OutOfMemory
@@ -75,8 +75,13 @@ def test_verdict_carries_class_reason_message_and_facts(error: LoaderError) -> N
     )
 
 
+LONG = st.builds(str.__mul__, st.text(max_size=4), st.integers(0, 5000))
+
+
 @settings(max_examples=100, deadline=None)
-@given(name=st.text(max_size=6000), sentence=st.text(max_size=6000))
+@given(name=LONG, sentence=LONG)
+@example(name="n", sentence="\N{GRINNING FACE}" * 5000)
+@example(name="\0" * 5000, sentence="\0" * 300)
 def test_a_verdict_about_long_names_keeps_its_size_class_and_reason(
     name: str, sentence: str
 ) -> None:
