@@ -76,10 +76,8 @@ class Cluster:
         """Load a checkpoint and return the load when it serves or has ended."""
 
         async def work(client: LoaderClient) -> types_pb2.Load:
-            load = await client.load(str(path), tp, **arguments)
-            async for load in client.watch(load.load_id):
-                pass
-            return load
+            started = await client.load(str(path), tp, **arguments)
+            return [load async for load in client.watch(started.load_id)][-1]
 
         return self.call(work)
 
@@ -112,6 +110,23 @@ class Cluster:
                 if "loader_service.stream.streamer" in child.cmdline()
             )
         )
+
+    def repair(self, workers: int) -> None:
+        """Start whatever has died, until `w0`, `w1`, ... are idle."""
+        if self.coordinator is None or self.coordinator.poll() is not None:
+            for process in self.workers.values():
+                process.kill()
+                process.wait()
+            if self.coordinator is not None and self.coordinator.stdout is not None:
+                self.coordinator.stdout.close()
+            self.start_coordinator()
+        for number in range(workers):
+            worker = self.workers.get(f"w{number}")
+            if worker is not None:
+                worker.send_signal(signal.SIGCONT)
+            if worker is None or worker.poll() is not None:
+                self.start_worker(f"w{number}")
+        self.wait_for_workers(workers)
 
     def wait_for_workers(self, count: int) -> None:
         """Return once `count` workers are idle."""
@@ -150,6 +165,8 @@ class Cluster:
                 process.stdout.close()
 
     def _start(self, name: str, command: list[str]) -> tuple[subprocess.Popen[str], str]:
+        if name in self.workers and (earlier := self.workers[name].stdout) is not None:
+            earlier.close()
         with (self.logs / f"{name}.log").open("w") as log:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment

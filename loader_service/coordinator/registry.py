@@ -109,13 +109,15 @@ class WorkerRegistry:
             if not getattr(request, field):
                 raise InvalidRequest(f"{field} is missing", field=field)
         earlier = self._workers.get(request.worker_id)
-        record = WorkerRecord(request, now + self._lease_seconds, wall_time, request.memory)
+        record = WorkerRecord(
+            request, now + self._lease_seconds, wall_time, request.memory, list(request.loads)
+        )
         self._workers[request.worker_id] = record
         if earlier is None:
             return ""
         if earlier.registration.incarnation != request.incarnation:
             return earlier.load_id
-        record.load_id, record.rank, record.loads = earlier.load_id, earlier.rank, earlier.loads
+        record.load_id, record.rank = earlier.load_id, earlier.rank
         return ""
 
     def heartbeat(

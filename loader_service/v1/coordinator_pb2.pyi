@@ -34,6 +34,7 @@ class RegisterWorkerRequest(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     PACKAGE_VERSION_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, kept across restarts."""
     incarnation: _builtins.str
@@ -52,6 +53,10 @@ class RegisterWorkerRequest(_message.Message):
     def memory(self) -> _types_pb2.MemoryUsage:
         """Device memory now."""
 
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoad]:
+        """Loads that the worker holds or receives."""
+
     def __init__(
         self,
         *,
@@ -63,10 +68,11 @@ class RegisterWorkerRequest(_message.Message):
         protocol_version: _builtins.int = ...,
         package_version: _builtins.str = ...,
         memory: _types_pb2.MemoryUsage | None = ...,
+        loads: _abc.Iterable[Global___WorkerLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "incarnation", b"incarnation", "memory", b"memory", "package_version", b"package_version", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "incarnation", b"incarnation", "loads", b"loads", "memory", b"memory", "package_version", b"package_version", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,9 +85,10 @@ def test_a_tensor_around_the_chunk_size_is_tiled(nbytes: int, tmp_path: Path) ->
 def test_small_tensors_travel_together_and_a_large_one_alone(tmp_path: Path) -> None:
     parts = [sized("a", 10), sized("large", 3 * MIB), sized("b", MIB), sized("c", 1)]
     chunks = rank_chunks(plan_steps(write_plan(tmp_path, parts, 1), 4 * MIB), 0)
-    assert sorted(
-        tuple(extent.slice_index for extent in chunk.extents) for chunk in chunks
-    ) == [(0, 2, 3), (1,)]
+    assert sorted(tuple(extent.slice_index for extent in chunk.extents) for chunk in chunks) == [
+        (0, 2, 3),
+        (1,),
+    ]
 
 
 def test_bundles_stay_below_their_size(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def valid(tmp_path: Path) -> Messages:
     return messages
 
 
-def extent(pages: list[worker_pb2.ManifestPage], chunk: int, number: int) -> worker_pb2.ManifestExtent:
+def extent(
+    pages: list[worker_pb2.ManifestPage], chunk: int, number: int
+) -> worker_pb2.ManifestExtent:
     return pages[0].chunks[chunk].extents[number]
 
 
@@ -133,7 +135,9 @@ DAMAGES: dict[str, Damage] = {
     "a negative slice number": lambda h, p: setattr(extent(p, 2, 0), "slice_index", -1),
     "a gap": lambda h, p: setattr(extent(p, 1, 0), "offset_bytes", 2 * BLOCK_BYTES + BLOCK_BYTES),
     "an overlap": lambda h, p: setattr(extent(p, 1, 0), "offset_bytes", BLOCK_BYTES),
-    "a start behind the first byte": lambda h, p: setattr(extent(p, 0, 0), "offset_bytes", BLOCK_BYTES),
+    "a start behind the first byte": lambda h, p: setattr(
+        extent(p, 0, 0), "offset_bytes", BLOCK_BYTES
+    ),
     "an offset inside a block": lambda h, p: (
         setattr(extent(p, 0, 0), "length_bytes", CHUNK - 1),
         setattr(extent(p, 1, 0), "offset_bytes", CHUNK - 1),
@@ -145,14 +149,14 @@ DAMAGES: dict[str, Damage] = {
     "a slice filled twice": lambda h, p: p[0].chunks[2].extents.append(extent(p, 2, 0)),
     "a slice that nothing fills": lambda h, p: p[0].chunks[2].extents.pop(1),
     "a slice without payload that no chunk ends": lambda h, p: p[0].chunks[2].extents.pop(2),
-    "a slice without payload that ends twice": lambda h, p: p[0].chunks[2].extents.append(
-        extent(p, 2, 2)
+    "a slice without payload that ends twice": lambda h, p: (
+        p[0].chunks[2].extents.append(extent(p, 2, 2))
     ),
-    "an empty extent before the payload": lambda h, p: p[0].chunks[2].extents.insert(
-        0, worker_pb2.ManifestExtent(slice_index=1)
+    "an empty extent before the payload": lambda h, p: (
+        p[0].chunks[2].extents.insert(0, worker_pb2.ManifestExtent(slice_index=1))
     ),
-    "an empty extent after the payload": lambda h, p: p[0].chunks[2].extents.append(
-        worker_pb2.ManifestExtent(slice_index=1, offset_bytes=10)
+    "an empty extent after the payload": lambda h, p: (
+        p[0].chunks[2].extents.append(worker_pb2.ManifestExtent(slice_index=1, offset_bytes=10))
     ),
     "a chunk without extents": lambda h, p: (
         p[0].chunks.add(),

@@ -209,9 +209,7 @@ def test_no_call_takes_more_buffers_than_the_system_allows(tmp_path: Path, spy: 
 
 
 @pytest.mark.parametrize("most", [1, 1000, 4096])
-def test_short_reads_are_resumed_inside_a_buffer(
-    most: int, tmp_path: Path, spy: PreadvSpy
-) -> None:
+def test_short_reads_are_resumed_inside_a_buffer(most: int, tmp_path: Path, spy: PreadvSpy) -> None:
     spy.most = most
     size = 7 if most == 1 else 70
     parts = [

@@ -67,11 +67,13 @@ class Agent:
             device=self._worker.device.name,
             protocol_version=PROTOCOL_VERSION,
             package_version=__version__,
-            memory=self._worker.memory(),
         )
         attempt = 0
         last_contact = time.monotonic()
         while True:
+            request.memory.CopyFrom(self._worker.memory())
+            del request.loads[:]
+            request.loads.extend(self._worker.loads())
             try:
                 terms = await self._coordinator.RegisterWorker(request, timeout=CALL_SECONDS)
                 self._interval_seconds = terms.heartbeat_interval.ToTimedelta().total_seconds()
