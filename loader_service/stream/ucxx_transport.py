@@ -169,6 +169,8 @@ class _UcxxConnection:
             await _finished(request, array)
             raise
         except self._ucxx.exceptions.UCXError as error:
+            # UCX itself goes on after a message that was too long for its buffer.
+            self.abort()
             raise PeerLostError(f"{type(error).__name__}: {error}") from error
 
 

@@ -43,7 +43,7 @@ def ucxx_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=50,
+        timeout=100,
         check=False,
     )
     assert report.exists(), done.stdout
@@ -55,6 +55,7 @@ def ucxx_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return results
 
 
+@pytest.mark.timeout(120)  # the first one waits for the whole process
 @pytest.mark.parametrize("name", UCXX_CASES)
 def test_ucxx_transport(name: str, ucxx_results: dict[str, str]) -> None:
     assert ucxx_results[name] == ""
