@@ -6,7 +6,7 @@ import socket
 
 from loader_service.errors import InvalidRequest
 
-__all__ = ["join", "local_address_towards", "parse_ports", "split"]
+__all__ = ["is_wildcard", "join", "local_address_towards", "parse_ports", "split"]
 
 
 def split(address: str) -> tuple[str, int]:

@@ -28,6 +28,9 @@ from loader_service.v1 import (
 __all__ = ["LoaderClient"]
 
 DEFAULT_TIMEOUT_SECONDS = 10.0
+READING_TIMEOUT_SECONDS = 60.0
+"""Deadline of calls that read a checkpoint's headers, which may lie on slow storage."""
+
 _MAX_PAGE = 10_000
 _SHA256_PAGE = 16
 """Tensors a page when each has to be hashed first, so that a page stays within its deadline."""
@@ -49,7 +52,7 @@ class LoaderClient:
 
         Args:
             endpoint: `HOST:PORT` of the coordinator.
-            timeout_seconds: deadline of each call but `watch`, which has none.
+            timeout_seconds: deadline of a call; calls that read or hash have longer ones, `watch` none.
         """
         self._timeout = timeout_seconds
         self._channel = open_channel(endpoint)
@@ -145,7 +148,7 @@ class LoaderClient:
         request = coordinator_pb2.InspectCheckpointRequest(
             path=path, allow_trailing_bytes=allow_trailing_bytes, page_size=_MAX_PAGE
         )
-        return await self._joined(self._stub.InspectCheckpoint, request)
+        return await self._joined(self._stub.InspectCheckpoint, request, READING_TIMEOUT_SECONDS)
 
     async def plan(
         self,
@@ -163,7 +166,7 @@ class LoaderClient:
             include_tensors=include_tensors,
             page_size=_MAX_PAGE,
         )
-        return await self._joined(self._stub.PlanLoad, request)
+        return await self._joined(self._stub.PlanLoad, request, READING_TIMEOUT_SECONDS)
 
     async def list_tensors(
         self, load_id: str, *, include_sha256: bool = False
@@ -212,10 +215,12 @@ class LoaderClient:
                 return
             request.page_token = page.next_page_token
 
-    async def _joined(self, method: Callable[..., Awaitable[_Response]], request: Any) -> _Response:
+    async def _joined(
+        self, method: Callable[..., Awaitable[_Response]], request: Any, timeout: float
+    ) -> _Response:
         """Return the first page with the tensors of all others."""
         first: Any = None
-        async for page in self._pages(method, request):
+        async for page in self._pages(method, request, max(self._timeout, timeout)):
             if first is None:
                 first = page
             else:

@@ -317,4 +317,7 @@ def from_fields(reason: str, message: str, metadata: Mapping[str, str]) -> Loade
     """Rebuild an error from what travelled: the class that was raised, or `InternalError`."""
     facts = dict(metadata)
     kind = _BY_NAME.get(facts.pop(CLASS_KEY, ""), InternalError)
-    return kind(message, reason=reason, **facts)
+    error = kind(message, reason=reason)
+    # Set afterwards: facts from another release may have the name of an argument.
+    error.metadata = facts
+    return error

@@ -40,7 +40,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-def to_status(error: LoaderError) -> status_pb2.Status:
+def _to_status(error: LoaderError) -> status_pb2.Status:
     """Return the rich status of an error: code, message and `ErrorInfo`."""
     reason, message, metadata = errors.to_fields(error)
     info = error_details_pb2.ErrorInfo(reason=reason, domain=errors.ERROR_DOMAIN, metadata=metadata)
@@ -122,7 +122,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     if not isinstance(error, LoaderError):
         _log.exception("a call failed", exc_info=error)
         error = InternalError(f"{type(error).__name__}: {error}")
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    await context.abort_with_status(rpc_status.to_status(_to_status(error)))
 
 
 def paginate(

@@ -1,5 +1,7 @@
 """Version of the package and of the protocol between coordinator and worker."""
 
+__all__ = ["PROTOCOL_VERSION", "__version__"]
+
 __version__ = "0.1.0"
 
 PROTOCOL_VERSION = 1

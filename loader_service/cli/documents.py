@@ -15,10 +15,12 @@ from loader_service.v1 import coordinator_pb2, types_pb2
 __all__ = [
     "checkpoint_document",
     "load_document",
+    "load_state",
     "loads_document",
     "plan_document",
     "refusal_document",
     "tensors_document",
+    "worker_state",
     "workers_document",
 ]
 
@@ -193,5 +195,6 @@ def _worker(worker: types_pb2.Worker) -> dict[str, Any]:
 
 
 def _failure(failure: types_pb2.Failure) -> dict[str, Any]:
-    facts = {key: value for key, value in failure.metadata.items() if key != "error_class"}
+    # A map has no order of its own; the output has one.
+    facts = {key: value for key, value in sorted(failure.metadata.items()) if key != "error_class"}
     return {"reason": failure.reason, "message": failure.message, "metadata": facts}

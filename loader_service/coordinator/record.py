@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from loader_service import errors
 from loader_service.clock import Clock
 from loader_service.errors import LoaderError, WrongState
-from loader_service.plan.slices import LoadPlan
+from loader_service.plan.slices import LoadPlan, RankTotals
 from loader_service.v1 import types_pb2
 from loader_service.v1.types_pb2 import LoadState
 
@@ -94,12 +94,14 @@ class LoadRecord:
         self.tp = tp
         self.state: LoadState.ValueType = _S.LOAD_STATE_PENDING
         self.failure: LoaderError | None = None
-        self.plan: LoadPlan | None = None
         self._clock = clock
         self._number = next(_numbers)
         self._created = clock.monotonic()
         self._created_wall = clock.time()
         self._settled: float | None = None
+        self._architecture = ""
+        self._warnings: tuple[str, ...] = ()
+        self._source_bytes = 0
         self._transfer_begin: float | None = None
         self._transfer_end: float | None = None
         self._ranks: list[_Rank] = []
@@ -154,12 +156,13 @@ class LoadRecord:
         self._ranks = [_Rank(worker_id) for worker_id in worker_ids]
         self._touch()
 
-    def set_plan(self, plan: LoadPlan) -> None:
-        """Say what is to be moved."""
-        self.plan = plan
+    def set_plan(self, plan: LoadPlan, ranks: Sequence[RankTotals], source_bytes: int) -> None:
+        """Say what is to be moved; the sums come in, since a large plan takes a while to add up."""
         self.path = plan.path
-        for number, rank in enumerate(self._ranks):
-            totals = plan.totals(number)
+        self._architecture = plan.architecture
+        self._warnings = plan.warnings
+        self._source_bytes = source_bytes
+        for rank, totals in zip(self._ranks, ranks, strict=True):
             rank.tensor_count = totals.tensor_count
             rank.resident_bytes = totals.resident_bytes
             rank.total_bytes = totals.wire_bytes
@@ -196,19 +199,18 @@ class LoadRecord:
 
     def message(self) -> types_pb2.Load:
         """Return the load as clients see it."""
-        plan = self.plan
         load = types_pb2.Load(
             load_id=self.load_id,
             state=self.state,
             path=self.path,
-            architecture=plan.architecture if plan else "",
+            architecture=self._architecture,
             tp=self.tp,
             replicas=1,
-            source_bytes=plan.source_bytes if plan else 0,
+            source_bytes=self._source_bytes,
             wire_bytes=sum(rank.total_bytes for rank in self._ranks),
             resident_bytes=sum(rank.resident_bytes for rank in self._ranks),
             ranks=[self._rank_message(number, rank) for number, rank in enumerate(self._ranks)],
-            warnings=plan.warnings if plan else (),
+            warnings=self._warnings,
             revision=self._revision,
         )
         load.create_time.FromNanoseconds(int(self._created_wall * 1e9))

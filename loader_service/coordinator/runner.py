@@ -14,7 +14,7 @@ from loader_service.coordinator.registry import WorkerRecord
 from loader_service.coordinator.worker_client import ConnectWorker, WorkerClient
 from loader_service.errors import InternalError, LoadCancelled, LoaderError, WorkerLost
 from loader_service.plan.planner import PlanOptions, plan_load
-from loader_service.plan.slices import LoadPlan
+from loader_service.plan.slices import LoadPlan, RankTotals
 from loader_service.stream.chunks import Chunk, chunk_bytes_for, plan_steps, rank_chunks
 from loader_service.stream.jobs import (
     Event,
@@ -61,6 +61,8 @@ class LoadRequest:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
     plan: LoadPlan
+    totals: list[RankTotals]
+    source_bytes: int
     chunk_bytes: int
     chunks: list[list[Chunk]]
 
@@ -143,7 +145,7 @@ class LoadRunner:
         self.record.set_group([worker.worker_id for worker in group])
         self.record.move_to(LoadState.LOAD_STATE_PLANNING)
         planned = await asyncio.to_thread(self._plan)
-        self.record.set_plan(planned.plan)
+        self.record.set_plan(planned.plan, planned.totals, planned.source_bytes)
         self.record.move_to(LoadState.LOAD_STATE_PREPARING)
         endpoints = await self._prepare(group, planned)
         self.record.move_to(LoadState.LOAD_STATE_STREAMING)
@@ -160,7 +162,8 @@ class LoadRunner:
         chunk_bytes = chunk_bytes_for(self._request.window_bytes, plan.tp)
         steps = plan_steps(plan, chunk_bytes)
         chunks = [rank_chunks(steps, rank) for rank in range(plan.tp)]
-        return _Planned(plan, chunk_bytes, chunks)
+        totals = [plan.totals(rank) for rank in range(plan.tp)]
+        return _Planned(plan, totals, plan.source_bytes, chunk_bytes, chunks)
 
     async def _prepare(
         self, group: Sequence[WorkerRecord], planned: _Planned

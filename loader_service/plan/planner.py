@@ -15,7 +15,7 @@ from loader_service.plan.cuts import Replicated, cut_tensor, cuts_whole_bytes, d
 from loader_service.plan.slices import LoadPlan, TensorPlan
 from loader_service.plan.tied import TiedHeadPolicy
 
-__all__ = ["UNKNOWN_ARCHITECTURE", "PlanOptions", "UnknownTensorPolicy", "plan_load"]
+__all__ = ["MAX_TP", "UNKNOWN_ARCHITECTURE", "PlanOptions", "UnknownTensorPolicy", "plan_load"]
 
 UNKNOWN_ARCHITECTURE = "unknown"
 MAX_TP = 1024

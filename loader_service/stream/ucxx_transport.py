@@ -13,7 +13,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from loader_service.stream.transport import Connection, PeerLostError
@@ -161,17 +161,19 @@ class _UcxxConnection:
             raise PeerLostError("the connection is closed")
         key = self._ucxx.types.Tag(self._hash(self._tags[side], tag))
         try:
-            request = getattr(self._endpoint, verb)(array, key)
-            wait: Awaitable[None] = request.wait()
-            await wait
-        except asyncio.CancelledError:
-            self.abort()
-            await _finished(request, array)
-            raise
+            await self._wait(getattr(self._endpoint, verb)(array, key), array)
         except self._ucxx.exceptions.UCXError as error:
             # UCX itself goes on after a message that was too long for its buffer.
             self.abort()
             raise PeerLostError(f"{type(error).__name__}: {error}") from error
+
+    async def _wait(self, request: Any, array: Any) -> None:
+        try:
+            await request.wait()
+        except asyncio.CancelledError:
+            self.abort()
+            await _finished(request, array)
+            raise
 
 
 _unfinished: list[tuple[Any, Any]] = []

@@ -219,7 +219,7 @@ def test_named_workers_are_taken_in_the_order_of_their_names_given() -> None:
     assert states(registry) == {"a": BUSY, "b": READY, "c": BUSY}
 
 
-@pytest.mark.parametrize("order", itertools.permutations("abcd"))
+@pytest.mark.parametrize("order", list(itertools.permutations("abcd")))
 def test_idle_workers_are_taken_by_id_whatever_the_order_of_registration(
     order: tuple[str, ...],
 ) -> None:
@@ -275,7 +275,9 @@ def test_a_busy_worker_is_refused_with_the_load_that_it_holds() -> None:
 def test_too_few_idle_workers_are_listed() -> None:
     registry = registry_of(a="h", b="h", c="h")
     registry.reserve("load-1", 1, ["b"])
-    with pytest.raises(WorkersUnavailable, match="3 idle workers are needed, 2 are there: a, c") as caught:
+    with pytest.raises(
+        WorkersUnavailable, match="3 idle workers are needed, 2 are there: a, c"
+    ) as caught:
         registry.reserve("load-2", 3, [])
     assert caught.value.metadata == {"needed": "3", "idle": "a,c"}
 

@@ -179,9 +179,7 @@ class Cluster:
             header, *pages = manifest_pages("load-1", plan, rank, rank_chunks(steps, rank))
             manifest = parse_manifest(header.header, [page.body for page in pages])
             device = devices[rank] if devices else CountingDevice()
-            session = LoadSession(
-                manifest, device, MemoryTransport(self.network), self.threads
-            )
+            session = LoadSession(manifest, device, MemoryTransport(self.network), self.threads)
             port, token = await session.prepare()
             endpoint = RankEndpoint(f"w{rank}", "127.0.0.1", port, token)
             self.ranks.append(Rank(device, session, endpoint))
@@ -318,9 +316,7 @@ async def test_a_rank_of_padding_alone_gets_zeros_and_no_payload(
     assert cluster.ranks[2].local_bytes() == {"v": bytes(9000)}
 
 
-async def test_chunks_on_the_way_never_exceed_the_credits(
-    tmp_path: Path, cluster: Cluster
-) -> None:
+async def test_chunks_on_the_way_never_exceed_the_credits(tmp_path: Path, cluster: Cluster) -> None:
     await cluster.prepare(write_plan(tmp_path, one_large(40), 2))
     await cluster.run()
     assert cluster.transport.most_open_chunks == CREDITS
@@ -369,9 +365,7 @@ async def test_ranks_that_keep_the_same_bytes_share_a_buffer(
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("victim", "flip_byte"), [(0, 0), (2, 5), (7, 5 * CHUNK + 2), (7, CHUNK)]
-)
+@pytest.mark.parametrize(("victim", "flip_byte"), [(0, 0), (2, 5), (7, 5 * CHUNK + 2), (7, CHUNK)])
 async def test_memory_that_lost_a_bit_fails_the_load_by_the_tensors_name(
     victim: int, flip_byte: int, tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -579,9 +573,7 @@ async def test_a_token_opens_one_connection_only(tmp_path: Path, cluster: Cluste
     await running
 
 
-async def test_a_worker_that_is_not_there_is_lost_by_name(
-    tmp_path: Path, cluster: Cluster
-) -> None:
+async def test_a_worker_that_is_not_there_is_lost_by_name(tmp_path: Path, cluster: Cluster) -> None:
     await cluster.prepare(write_plan(tmp_path, one_large(3), 2))
     await cluster.ranks[1].session.abort()
     with pytest.raises(WorkerLost, match="'w1'") as caught:

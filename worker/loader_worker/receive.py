@@ -83,7 +83,7 @@ class Receiver:
                 try:
                     await self._take_chunk(connection, index, chunk, staging)
                 except DigestMismatch as error:
-                    await refuse(connection, error)
+                    await _refuse(connection, error)
                     raise
                 self.done_bytes += chunk.nbytes
                 await connection.send(wire.TAG_CREDIT, bytearray(wire.encode_credit(index)))
@@ -179,7 +179,7 @@ class _SliceCheck:
         self.missing_blocks -= len(hashes) // digest.HASH_BYTES
 
 
-async def refuse(connection: Connection, error: LoaderError) -> None:
+async def _refuse(connection: Connection, error: LoaderError) -> None:
     """Tell the streamer why the load ends here, and give it time to hear it."""
     with contextlib.suppress(PeerLostError, TimeoutError):
         await connection.send(wire.TAG_VERDICT, bytearray(wire.encode_verdict(error)))

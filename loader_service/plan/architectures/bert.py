@@ -14,6 +14,8 @@ from loader_service.plan.architectures.layout import Layout, Rule
 from loader_service.plan.config import layer_count, positive_int
 from loader_service.plan.cuts import Even, Heads, Replicated, Vocab
 
+__all__ = ["layout"]
+
 
 def layout(config: Mapping[str, Any], catalog: TensorCatalog) -> Layout:
     """Return the rules; names carry `bert.` where the encoder is part of a task model."""

@@ -15,6 +15,8 @@ from loader_service.plan.architectures.layout import Layout, Rule
 from loader_service.plan.config import architectures, layer_count, positive_int
 from loader_service.plan.cuts import Even, Heads, Replicated, Vocab
 
+__all__ = ["layout"]
+
 HEAD = "lm_head.weight"
 
 

@@ -1,0 +1,239 @@
+"""Errors and pages on the wire, over real servers on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loader_service import errors
+from loader_service.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LoaderError,
+    ServiceUnavailable,
+)
+from loader_service.rpc import from_rpc_error, open_channel, paginate
+from loader_service.serving import Server
+from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+CLASSES = [
+    getattr(errors, name)
+    for name in errors.__all__
+    if isinstance(getattr(errors, name), type) and name != "LoaderError"
+]
+
+Stub = coordinator_pb2_grpc.CoordinatorServiceStub
+
+
+class Raising(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Raises what a test says; `WatchLoad` first sends one answer."""
+
+    def __init__(self) -> None:
+        self.error: BaseException = RuntimeError()
+
+    async def GetLoad(self, request: Any, context: Any) -> Any:
+        if request.load_id == "slow":
+            await asyncio.sleep(5)
+        raise self.error
+
+    async def WatchLoad(self, request: Any, context: Any) -> Any:
+        yield coordinator_pb2.WatchLoadResponse()
+        raise self.error
+
+    async def ListLoads(self, request: Any, context: Any) -> Any:
+        return coordinator_pb2.ListLoadsResponse(next_page_token="fine")
+
+
+class RaisingWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Reads a manifest and raises."""
+
+    def __init__(self, other: Raising) -> None:
+        self._other = other
+
+    async def PrepareLoad(self, request_iterator: Any, context: Any) -> Any:
+        async for _ in request_iterator:
+            raise self._other.error
+
+
+class Served:
+    """A server with its channel."""
+
+    def __init__(self, servicer: Raising, address: str, channel: grpc.aio.Channel) -> None:
+        self.servicer = servicer
+        self.address = address
+        self.coordinator = Stub(channel)
+        self.worker = worker_pb2_grpc.WorkerServiceStub(channel)
+
+    async def failure(self, verb: str) -> LoaderError:
+        """Call and return what comes back."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            match verb:
+                case "unary":
+                    await self.coordinator.GetLoad(coordinator_pb2.GetLoadRequest(), timeout=5)
+                case "answers":
+                    request = coordinator_pb2.WatchLoadRequest()
+                    async for _ in self.coordinator.WatchLoad(request, timeout=5):
+                        pass
+                case "requests":
+                    page = worker_pb2.PrepareLoadRequest()
+                    await self.worker.PrepareLoad(iter([page]), timeout=5)
+        return from_rpc_error(caught.value)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    server = Server(["loader_service.v1.CoordinatorService"])
+    servicer = Raising()
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.grpc)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(RaisingWorker(servicer), server.grpc)
+    address = await server.start("127.0.0.1:0")
+    async with open_channel(address) as channel:
+        yield Served(servicer, address, channel)
+    await server.grpc.stop(None)
+
+
+VERBS = ("unary", "answers", "requests")
+
+
+# ---------------------------------------------------------------- errors
+
+
+async def test_every_class_arrives_with_reason_message_and_facts(served: Served) -> None:
+    for kind in CLASSES:
+        sent = kind("wörds about it", tensor="ä", rank=2)
+        served.servicer.error = sent
+        for verb in VERBS:
+            told = await served.failure(verb)
+            assert type(told) is kind
+            assert (told.reason, told.message) == (sent.reason, "wörds about it")
+            assert told.metadata == {"tensor": "ä", "rank": "2"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_reason_of_its_own_arrives(verb: str, served: Served) -> None:
+    served.servicer.error = InvalidRequest("bad", reason="INVALID_MANIFEST")
+    told = await served.failure(verb)
+    assert (type(told), told.reason) == (InvalidRequest, "INVALID_MANIFEST")
+
+
+async def test_the_status_code_is_that_of_the_class(served: Served) -> None:
+    for kind in CLASSES:
+        served.servicer.error = kind("x")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.coordinator.GetLoad(coordinator_pb2.GetLoadRequest(), timeout=5)
+        assert caught.value.code() == kind.status
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_any_other_exception_is_internal_and_named(verb: str, served: Served) -> None:
+    served.servicer.error = ZeroDivisionError("oops")
+    told = await served.failure(verb)
+    assert (type(told), told.reason) == (InternalError, "INTERNAL")
+    assert told.message == "ZeroDivisionError: oops"
+
+
+async def test_an_answer_passes_through_unchanged(served: Served) -> None:
+    answer = await served.coordinator.ListLoads(coordinator_pb2.ListLoadsRequest(), timeout=5)
+    assert answer.next_page_token == "fine"
+
+
+async def test_a_method_that_nobody_serves_keeps_its_status(served: Served) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.coordinator.Unload(coordinator_pb2.UnloadRequest(), timeout=5)
+    assert caught.value.code() in {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL}
+    assert isinstance(from_rpc_error(caught.value), InternalError)
+
+
+async def test_an_answer_that_does_not_come_in_time_is_a_deadline(served: Served) -> None:
+    request = coordinator_pb2.GetLoadRequest(load_id="slow")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.coordinator.GetLoad(request, timeout=0.1)
+    assert type(from_rpc_error(caught.value)) is DeadlineExceeded
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Stub(channel).GetLoad(coordinator_pb2.GetLoadRequest(), timeout=5)
+    assert type(from_rpc_error(caught.value)) is ServiceUnavailable
+
+
+async def test_a_port_that_is_taken_is_refused_by_its_address(served: Served) -> None:
+    with pytest.raises(ServiceUnavailable, match=served.address) as caught:
+        await Server([]).start(served.address)
+    assert caught.value.reason == "ADDRESS_IN_USE"
+
+
+# ---------------------------------------------------------------- pages
+
+
+def all_pages(items: list[str], size: int, maximum: int = 1000) -> list[list[str]]:
+    pages: list[list[str]] = []
+    token = ""
+    while True:
+        page, token = paginate(items, str, size, token, default=3, maximum=maximum)
+        pages.append(list(page))
+        if not token:
+            return pages
+
+
+NAMES = st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=25).map(sorted)
+
+
+@given(items=NAMES, size=st.integers(0, 30), maximum=st.integers(1, 10))
+def test_pages_hold_everything_once_in_order_within_their_size(
+    items: list[str], size: int, maximum: int
+) -> None:
+    pages = all_pages(items, size, maximum)
+    assert [item for page in pages for item in page] == items
+    wanted = min(size or 3, maximum)
+    assert all(len(page) == wanted for page in pages[:-1])
+    assert len(pages[-1]) <= wanted
+    assert len(pages) == max(1, -(-len(items) // wanted))
+
+
+@given(items=NAMES, others=NAMES, size=st.integers(1, 5))
+def test_items_that_come_and_go_elsewhere_shift_no_page(
+    items: list[str], others: list[str], size: int
+) -> None:
+    first, token = paginate(items, str, size, "", default=3, maximum=9)
+    if not token:
+        return
+    # Whatever happens to the list, the next page begins right behind the last item seen.
+    changed = sorted({*others, *items[size:]})
+    second, _ = paginate(changed, str, 100, token, default=3, maximum=100)
+    assert list(second) == [item for item in changed if item > first[-1]]
+
+
+@pytest.mark.parametrize("size", [-1, -(2**31)])
+def test_a_negative_size_is_refused(size: int) -> None:
+    with pytest.raises(InvalidRequest, match="negative") as caught:
+        paginate(["a"], str, size, "", default=3, maximum=9)
+    assert caught.value.metadata == {"field": "page_size"}
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["?", "a", "####", "YWJj\n", "Y W J j", "ä", "-", base64.urlsafe_b64encode(b"\xff").decode()],
+)
+def test_a_token_that_no_page_gave_out_is_refused(token: str) -> None:
+    with pytest.raises(InvalidRequest, match="page_token") as caught:
+        paginate(["a", "b"], str, 1, token, default=3, maximum=9)
+    assert caught.value.metadata == {"field": "page_token"}
+
+
+def test_a_token_behind_the_last_item_gives_an_empty_last_page() -> None:
+    _, token = paginate(["a", "z"], str, 1, "", default=3, maximum=9)
+    assert paginate([], str, 1, token, default=3, maximum=9) == ([], "")
