@@ -333,7 +333,7 @@ def write_sparse_llama(folder: Path, layers: int) -> Path:
     """Write a Llama checkpoint of 256 MiB a layer whose payload is a hole in the file."""
     hidden, intermediate, heads, kv_heads, vocabulary = 4096, 8192, 32, 8, 1024
     key_value = kv_heads * hidden // heads
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         shapes |= {

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
+from loader_service.checkpoint.catalog import TensorInfo
 from loader_service.checkpoint.files import read_checkpoint
-from loader_service.plan.cuts import Cut, Even, Heads, Replicated, Vocab, cut_tensor
-from loader_service.plan.slices import LoadPlan, TensorPlan
+from loader_service.plan.cuts import Cut, Even, Fused, Heads, Replicated, Vocab, cut_tensor
+from loader_service.plan.slices import LoadPlan, Slice, StridedRun, TensorPlan
 from tests.checkpoints import BITS, RawTensor, payload_bytes, random_tensor, safetensors_file
 
 FILE = "model.safetensors"
@@ -37,17 +39,28 @@ class Part:
 
     def local_bytes(self, rank: int, tp: int) -> bytes:
         """The bytes that a rank keeps, zero rows included, cut by NumPy."""
-        tensor, cut = self.tensor, self.cut
-        if isinstance(cut, Replicated):
-            return tensor.data
-        item = BITS[tensor.dtype] // 8
-        array = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape, item)
-        if isinstance(cut, Vocab):
-            filler = -tensor.shape[0] % tp
-            array = np.concatenate([array, np.zeros((filler, *array.shape[1:]), np.uint8)])
-        if isinstance(cut, Heads) and cut.count < tp:
-            return np.split(array, cut.count, cut.dim)[rank * cut.count // tp].tobytes()
-        return np.split(array, tp, cut.dim)[rank].tobytes()
+        if isinstance(self.cut, Replicated):
+            return self.tensor.data
+        item = BITS[self.tensor.dtype] // 8
+        array = np.frombuffer(self.tensor.data, np.uint8).reshape(*self.tensor.shape, item)
+        return _local_array(array, self.cut, rank, tp).tobytes()
+
+
+def _local_array(
+    array: npt.NDArray[np.uint8], cut: Cut, rank: int, tp: int
+) -> npt.NDArray[np.uint8]:
+    if isinstance(cut, Fused):
+        edges = np.cumsum([size for size, _ in cut.parts])[:-1]
+        parts = zip(np.split(array, edges, cut.dim), cut.parts, strict=True)
+        return np.concatenate(
+            [_local_array(part, inner, rank, tp) for part, (_, inner) in parts], cut.dim
+        )
+    if isinstance(cut, Vocab):
+        filler = -array.shape[0] % tp
+        array = np.concatenate([array, np.zeros((filler, *array.shape[1:]), np.uint8)])
+    if isinstance(cut, Heads) and cut.count < tp:
+        return np.split(array, cut.count, cut.dim)[rank * cut.count // tp]
+    return np.split(array, tp, cut.dim)[rank]
 
 
 def write_plan(folder: Path, parts: Sequence[Part], tp: int) -> LoadPlan:
@@ -69,6 +82,18 @@ def write_plan(folder: Path, parts: Sequence[Part], tp: int) -> LoadPlan:
     )
 
 
+def plan_of_many(count: int) -> LoadPlan:
+    """A plan of many small tensors with long names, for one rank, made without a file."""
+    runs = (StridedRun(0, 64, 0, 64, 64, 1),)
+    tensors = []
+    for number in range(count):
+        name = f"model.layers.{number // 1000}.mlp.experts.{number % 1000}.down_proj.weight_scale"
+        source = TensorInfo(name, "BF16", (8, 4), FILE, number * 64, 64)
+        piece = Slice(name, "BF16", (8, 4), 64, 64, 0, (), runs)
+        tensors.append(TensorPlan(source, "weight", "dense", "replicated", "", (piece,)))
+    return LoadPlan("many", "unknown", 1, tuple(tensors), {}, False, ())
+
+
 def sized(name: str, nbytes: int) -> Part:
     """A replicated tensor of `nbytes` bytes."""
     return Part(random_tensor(name, "U8", (nbytes,)))
@@ -81,20 +106,17 @@ def random_parts(draw: st.DrawFn, tp: int, max_rows: int = 6) -> list[Part]:
     for number in range(draw(st.integers(1, 6))):
         dtype = draw(st.sampled_from(("U8", "BF16", "F32", "C64")))
         rows, columns = draw(st.integers(0, max_rows)), draw(st.integers(0, 5))
-        cut, shape = draw(
-            st.sampled_from(
-                (
-                    (Replicated(), (rows, columns)),
-                    (Replicated(), ()),
-                    (Even("column", 0), (rows * tp, columns)),
-                    (Even("row", 1), (rows, columns * tp)),
-                    (Even("row", 1), (rows, columns * tp, 3)),
-                    (Vocab(), (rows * 3 + 1, columns)),
-                    (Heads("kv", 0, 1, _HEAD_SIZE, replicable=True), (_HEAD_SIZE, columns)),
-                    (Heads("q", 0, tp, _HEAD_SIZE, replicable=False), (_HEAD_SIZE * tp, columns)),
-                )
-            )
+        choices: tuple[tuple[Cut, tuple[int, ...]], ...] = (
+            (Replicated(), (rows, columns)),
+            (Replicated(), ()),
+            (Even("column", 0), (rows * tp, columns)),
+            (Even("row", 1), (rows, columns * tp)),
+            (Even("row", 1), (rows, columns * tp, 3)),
+            (Vocab(), (rows * 3 + 1, columns)),
+            (Heads("kv", 0, 1, _HEAD_SIZE, replicable=True), (_HEAD_SIZE, columns)),
+            (Heads("q", 0, tp, _HEAD_SIZE, replicable=False), (_HEAD_SIZE * tp, columns)),
         )
+        cut, shape = draw(st.sampled_from(choices))
         parts.append(Part(random_tensor(f"t{number}", dtype, shape), cut))
         assert len(parts[-1].tensor.data) == payload_bytes(dtype, shape)
     return parts

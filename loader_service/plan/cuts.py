@@ -250,14 +250,17 @@ def _size(tensor: TensorInfo, cut: Cut) -> int:
 
 def _slice(tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...]) -> Slice:
     shape = tensor.shape
-    local = (*shape[:dim], kept.size, *shape[dim + 1 :]) if shape else ()
+    intervals = _joined(kept.intervals)
+    if not shape or (intervals == [(0, shape[dim])] and not kept.padding):
+        return _whole(tensor, aliases)
+    local = (*shape[:dim], kept.size, *shape[dim + 1 :])
     bits = bits_of(tensor.dtype, tensor.name) * math.prod(shape[dim + 1 :])
     outer = math.prod(shape[:dim])
-    source_stride = _whole_bytes(tensor, bits * (shape[dim] if shape else 1), outer > 1)
+    source_stride = _whole_bytes(tensor, bits * shape[dim], outer > 1)
     local_stride = _whole_bytes(tensor, bits * kept.size, always=True)
     runs = []
     local_offset = 0
-    for start, stop in kept.intervals:
+    for start, stop in intervals:
         length = _whole_bytes(tensor, bits * (stop - start), always=True)
         offset = _whole_bytes(tensor, bits * start, always=True)
         if length and outer:
@@ -277,6 +280,31 @@ def _slice(tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...]) -
         aliases=aliases,
         runs=tuple(runs),
     )
+
+
+def _whole(tensor: TensorInfo, aliases: tuple[str, ...]) -> Slice:
+    size = tensor.nbytes
+    return Slice(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        nbytes=size,
+        wire_bytes=size,
+        padding_rows=0,
+        aliases=aliases,
+        runs=(StridedRun(0, size, 0, size, size, 1),) if size else (),
+    )
+
+
+def _joined(intervals: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """Join intervals that touch, and drop empty ones."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if start == stop:
+            continue
+        first = joined.pop()[0] if joined and joined[-1][1] == start else start
+        joined.append((first, stop))
+    return joined
 
 
 def _whole_bytes(tensor: TensorInfo, bits: int, always: bool) -> int:

@@ -72,8 +72,15 @@ class LoadSender:
         Raises:
             LoaderError: the first thing that went wrong; WorkerLost for a broken connection.
         """
-        files = await run_in_thread(self._readers, OpenFiles, self._job.plan.files)
+        opened: list[OpenFiles] = []
+
+        def open_files() -> OpenFiles:
+            opened.append(OpenFiles(self._job.plan.files))
+            return opened[0]
+
         try:
+            # A cancel while the thread opens them loses its result, but not the list.
+            files = await run_in_thread(self._readers, open_files)
             await _first_error(
                 [
                     self._open_link(rank, endpoint)
@@ -91,7 +98,8 @@ class LoadSender:
         finally:
             for link in self._opened.values():
                 link.abort()
-            files.close()
+            for files in opened:
+                files.close()
 
     async def _open_link(self, rank: int, endpoint: RankEndpoint) -> None:
         chunks = rank_chunks(self._steps, rank)

@@ -35,7 +35,7 @@ class TestMemoryTransport(TransportContract):
 def ucxx_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What failed in the other process, by test; empty texts for what passed."""
     report = tmp_path_factory.mktemp("ucxx") / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", UCXX_CONTRACT]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(UCXX_CONTRACT)]
     done = subprocess.run(
         [*command, f"--junitxml={report}"],
         cwd=ROOT,

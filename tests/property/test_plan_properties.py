@@ -157,7 +157,7 @@ def falls_inside_a_byte(case: Case) -> bool:
     return any(edge * inner % 8 for edge in edges) or (rows > 1 and shape[dim] * inner % 8 != 0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_every_rank_gets_the_elements_that_the_rules_give_it(case: Case) -> None:
     pieces, reason = slices_or_reason(case)
@@ -178,7 +178,7 @@ def test_every_rank_gets_the_elements_that_the_rules_give_it(case: Case) -> None
         assert apply_runs(payload, piece.runs, piece.nbytes) == taken(case, values, rank)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_runs_fill_a_slice_once_and_use_a_source_byte_once(case: Case) -> None:
     """The wire bytes are the front of the buffer, in the order of the runs; nothing is outside."""
@@ -204,7 +204,7 @@ def test_runs_fill_a_slice_once_and_use_a_source_byte_once(case: Case) -> None:
         assert source.sum() == piece.wire_bytes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_source_byte_is_kept_by_the_ranks_that_own_it(case: Case) -> None:
     """Once for column, row and vocabulary; tp / heads times for shared heads; tp times if whole."""

@@ -43,7 +43,9 @@ for path in paths:
     reset_peak()
     before = peak()
     kind, reason, seconds = read(path)
-    results[pathlib.Path(path).name] = [kind, reason, peak() - before, seconds]
+    growth = peak() - before
+    seconds = min(seconds, *(read(path)[2] for _ in range(2)))  # a busy machine is not the reader
+    results[pathlib.Path(path).name] = [kind, reason, growth, seconds]
 print(json.dumps(results))
 """
 

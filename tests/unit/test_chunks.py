@@ -28,7 +28,7 @@ from loader_service.stream.chunks import (
     staging_bytes,
 )
 from tests.checkpoints import random_tensor
-from tests.plans import MAX_TP, Part, random_parts, sized, write_plan
+from tests.plans import MAX_TP, Part, plan_of_many, random_parts, sized, write_plan
 
 MIB = 1 << 20
 
@@ -99,10 +99,8 @@ def test_bundles_stay_below_their_size(tmp_path: Path) -> None:
     check_tiling(plan, plan_steps(plan, 16 * MIB), 16 * MIB)
 
 
-def test_bundles_stay_below_their_number_of_slices(tmp_path: Path) -> None:
-    count = BUNDLE_EXTENTS * 2 + 1
-    plan = write_plan(tmp_path, [sized(f"t{number}", 0) for number in range(count)], 1)
-    chunks = rank_chunks(plan_steps(plan, MIB), 0)
+def test_bundles_stay_below_their_number_of_slices() -> None:
+    chunks = rank_chunks(plan_steps(plan_of_many(BUNDLE_EXTENTS * 2 + 1), MIB), 0)
     assert [len(chunk.extents) for chunk in chunks] == [BUNDLE_EXTENTS, BUNDLE_EXTENTS, 1]
 
 

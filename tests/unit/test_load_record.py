@@ -6,16 +6,18 @@ import asyncio
 import itertools
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from loader_service.coordinator.record import RATE_SECONDS, LoadRecord, is_settled, is_terminal
 from loader_service.errors import LoadCancelled, WorkerLost, WrongState
+from loader_service.plan.slices import LoadPlan
 from loader_service.v1 import types_pb2
 from loader_service.v1.types_pb2 import LoadState
 from tests.plans import sized, write_plan
 
-State = LoadState.ValueType
+State: TypeAlias = LoadState.ValueType
 
 PENDING = types_pb2.LOAD_STATE_PENDING
 PLANNING = types_pb2.LOAD_STATE_PLANNING
@@ -67,6 +69,11 @@ def go_to(record: LoadRecord, state: State) -> None:
     """Move along the way until `state`."""
     for step in WAY[1 : WAY.index(state) + 1]:
         record.move_to(step)
+
+
+def set_plan(record: LoadRecord, plan: LoadPlan) -> None:
+    totals = [plan.totals(rank) for rank in range(plan.tp)]
+    record.set_plan(plan, totals, plan.source_bytes)
 
 
 def name(state: State) -> str:
@@ -149,7 +156,7 @@ def test_a_new_load_shows_what_was_asked_for(record: LoadRecord) -> None:
 def test_a_planned_load_shows_bytes_of_all_ranks(record: LoadRecord, tmp_path: Path) -> None:
     plan = write_plan(tmp_path, [sized("t", 100), sized("u", 10)], 2)
     record.set_group(["a", "b"])
-    record.set_plan(plan)
+    set_plan(record, plan)
     message = record.message()
     assert (message.path, message.architecture) == (str(tmp_path), "unknown")
     sizes = (message.source_bytes, message.wire_bytes, message.resident_bytes)
@@ -177,7 +184,7 @@ def test_every_change_raises_the_revision(record: LoadRecord, tmp_path: Path) ->
     seen = [record.revision]
     record.set_group(["a", "b"])
     seen.append(record.revision)
-    record.set_plan(write_plan(tmp_path, [sized("t", 100)], 2))
+    set_plan(record, write_plan(tmp_path, [sized("t", 100)], 2))
     seen.append(record.revision)
     record.set_lanes(["tcp", "tcp"])
     seen.append(record.revision)
@@ -202,7 +209,7 @@ def streaming(record: LoadRecord, tmp_path: Path) -> LoadRecord:
     """A load of two ranks with 1000 bytes each, that streams."""
     record.set_group(["a", "b"])
     go_to(record, PREPARING)
-    record.set_plan(write_plan(tmp_path, [sized("t", 1000)], 2))
+    set_plan(record, write_plan(tmp_path, [sized("t", 1000)], 2))
     record.move_to(STREAMING)
     record.set_lanes(["tcp/lo", "cma"])
     return record

@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader_kernels.digest import BLOCK_BYTES
-from loader_service.checkpoint.catalog import TensorInfo
 from loader_service.errors import InvalidRequest
 from loader_service.plan.cuts import Even, Vocab
-from loader_service.plan.slices import LoadPlan, Slice, StridedRun, TensorPlan
+from loader_service.plan.slices import LoadPlan
 from loader_service.stream.chunks import Chunk, plan_steps, rank_chunks
 from loader_service.stream.manifests import manifest_pages
 from loader_service.v1 import worker_pb2
 from loader_worker.manifest import parse_manifest
 from tests.checkpoints import random_tensor
-from tests.plans import Part, random_parts, sized, write_plan
+from tests.plans import Part, plan_of_many, random_parts, sized, write_plan
 
 CHUNK = 2 * BLOCK_BYTES
 GRPC_LIMIT = 4 << 20
@@ -103,6 +102,17 @@ def swap_chunks(header: worker_pb2.ManifestHeader, pages: list[worker_pb2.Manife
 
 Damage = Callable[[worker_pb2.ManifestHeader, list[worker_pb2.ManifestPage]], object]
 
+
+def both(*damages: Damage) -> Damage:
+    """Several damages at once."""
+
+    def damage(header: worker_pb2.ManifestHeader, pages: list[worker_pb2.ManifestPage]) -> None:
+        for part in damages:
+            part(header, pages)
+
+    return damage
+
+
 DAMAGES: dict[str, Damage] = {
     "unknown digest": lambda h, p: setattr(h, "digest_algorithm", "loader-slice-v2"),
     "no digest": lambda h, p: h.ClearField("digest_algorithm"),
@@ -117,14 +127,14 @@ DAMAGES: dict[str, Damage] = {
     "no pages": lambda h, p: p.clear(),
     "unknown dtype": lambda h, p: setattr(p[0].slices[1], "dtype", "F7"),
     "dtype of another size": lambda h, p: setattr(p[0].slices[1], "dtype", "F32"),
-    "dtype that does not fill bytes": lambda h, p: (
-        setattr(p[0].slices[1], "dtype", "F4"),
-        p[0].slices[1].shape.__setitem__(0, 9),
+    "dtype that does not fill bytes": both(
+        lambda h, p: setattr(p[0].slices[1], "dtype", "F4"),
+        lambda h, p: p[0].slices[1].shape.__setitem__(0, 9),
     ),
     "negative shape": lambda h, p: p[0].slices[1].shape.__setitem__(0, -10),
-    "two negative dims": lambda h, p: (
-        p[0].slices[1].shape.__setitem__(0, -10),
-        p[0].slices[1].shape.append(-1),
+    "two negative dims": both(
+        lambda h, p: p[0].slices[1].shape.__setitem__(0, -10),
+        lambda h, p: p[0].slices[1].shape.append(-1),
     ),
     "more wire than resident bytes": lambda h, p: setattr(p[0].slices[1], "wire_bytes", 11),
     "negative wire bytes": lambda h, p: setattr(p[0].slices[1], "wire_bytes", -1),
@@ -138,10 +148,10 @@ DAMAGES: dict[str, Damage] = {
     "a start behind the first byte": lambda h, p: setattr(
         extent(p, 0, 0), "offset_bytes", BLOCK_BYTES
     ),
-    "an offset inside a block": lambda h, p: (
-        setattr(extent(p, 0, 0), "length_bytes", CHUNK - 1),
-        setattr(extent(p, 1, 0), "offset_bytes", CHUNK - 1),
-        setattr(extent(p, 1, 0), "length_bytes", BLOCK_BYTES + 1),
+    "an offset inside a block": both(
+        lambda h, p: setattr(extent(p, 0, 0), "length_bytes", CHUNK - 1),
+        lambda h, p: setattr(extent(p, 1, 0), "offset_bytes", CHUNK - 1),
+        lambda h, p: setattr(extent(p, 1, 0), "length_bytes", BLOCK_BYTES + 1),
     ),
     "a negative length": lambda h, p: setattr(extent(p, 2, 0), "length_bytes", -1),
     "an end that is missing": lambda h, p: setattr(extent(p, 2, 0), "length_bytes", 9),
@@ -158,9 +168,9 @@ DAMAGES: dict[str, Damage] = {
     "an empty extent after the payload": lambda h, p: (
         p[0].chunks[2].extents.append(worker_pb2.ManifestExtent(slice_index=1, offset_bytes=10))
     ),
-    "a chunk without extents": lambda h, p: (
-        p[0].chunks.add(),
-        setattr(h, "chunk_count", 4),
+    "a chunk without extents": both(
+        lambda h, p: p[0].chunks.add(),
+        lambda h, p: setattr(h, "chunk_count", 4),
     ),
     "chunks out of order": swap_chunks,
 }
@@ -178,20 +188,8 @@ def test_a_malformed_manifest_is_refused(damage: Damage, valid: Messages) -> Non
 # ---------------------------------------------------------------- sizes
 
 
-def large_plan(count: int) -> LoadPlan:
-    """A plan of many small tensors with long names, made without a file."""
-    runs = (StridedRun(0, 64, 0, 64, 64, 1),)
-    tensors = []
-    for number in range(count):
-        name = f"model.layers.{number // 1000}.mlp.experts.{number % 1000}.down_proj.weight_scale"
-        source = TensorInfo(name, "BF16", (8, 4), "f", number * 64, 64)
-        piece = Slice(name, "BF16", (8, 4), 64, 64, 0, (), runs)
-        tensors.append(TensorPlan(source, "weight", "dense", "replicated", "", (piece,)))
-    return LoadPlan("p", "unknown", 1, tuple(tensors), {}, False, ())
-
-
 def test_pages_of_a_hundred_thousand_tensors_stay_below_the_limit_of_grpc() -> None:
-    plan = large_plan(100_000)
+    plan = plan_of_many(100_000)
     chunks = rank_chunks(plan_steps(plan, 16 << 20), 0)
     header, *pages = manifest_pages("load-1", plan, 0, chunks)
     assert header.header.slice_count == sum(len(page.body.slices) for page in pages) == 100_000
@@ -201,7 +199,7 @@ def test_pages_of_a_hundred_thousand_tensors_stay_below_the_limit_of_grpc() -> N
 
 
 def test_a_manifest_of_many_pages_is_put_together_in_order() -> None:
-    plan = large_plan(20_000)
+    plan = plan_of_many(16_000)
     (header, pages), chunks = written(plan, 0)
     assert len(pages) > 1
     manifest = parse_manifest(header, pages)

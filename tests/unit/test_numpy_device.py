@@ -92,7 +92,8 @@ def test_window_writes_into_the_buffer_itself() -> None:
     device = NumpyDevice()
     buffer = filled(device, bytes(8))
     window = device.window(buffer, 2, 3)
-    assert (window.dtype, window.shape, window.flags.c_contiguous) == (np.uint8, (3,), True)
+    assert (str(window.dtype), window.shape) == ("uint8", (3,))
+    assert window.flags.c_contiguous
     window[:] = 7
     assert bytes(device.read(buffer, 0, 8)) == b"\0\0\7\7\7\0\0\0"
 
@@ -124,7 +125,7 @@ def test_threads_never_get_more_than_the_limit_and_lose_no_byte() -> None:
 
     def work(seed: int) -> int:
         refused = 0
-        for _ in range(40):
+        for _ in range(8):
             buffers = []
             for _ in range(10):
                 try:

@@ -158,9 +158,24 @@ def test_a_cut_is_one_run_whatever_its_dim(
     assert found.nbytes == run.length * run.count
 
 
-def test_whole_tensor_along_a_later_dim_is_one_piece() -> None:
-    (run,) = cut_tensor(info("BF16", (6, 4)), COLUMNS, 1)[0].runs
+@pytest.mark.parametrize("cut", [COLUMNS, Fused("fused", 1, ((1, COLUMNS), (3, COLUMNS)))])
+def test_what_a_single_rank_keeps_is_one_piece(cut: Cut) -> None:
+    (run,) = cut_tensor(info("BF16", (6, 4)), cut, 1)[0].runs
     assert (run.count, run.length) == (1, 48)
+
+
+def test_a14_packed_tensor_of_a_single_rank_may_have_any_width() -> None:
+    """Rows of 12 bits are no obstacle where nothing is cut."""
+    assert cut_bytes(H, COLUMNS, 1) == [H.data]
+
+
+def test_parts_that_touch_are_one_run() -> None:
+    fused = Fused("fused", 0, ((4, ROWS), (4, Replicated()), (4, ROWS)))
+    runs = [piece.runs for piece in cut_tensor(info("U8", (12, 1)), fused, 2)]
+    assert [[(run.source_offset, run.length) for run in own] for own in runs] == [
+        [(0, 2), (4, 6)],
+        [(2, 6), (10, 2)],
+    ]
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])

@@ -74,28 +74,33 @@ class Served:
         self.coordinator = Stub(channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(channel)
 
+    async def call(self, verb: str) -> None:
+        """Call a method with one answer, with many, or with many requests."""
+        match verb:
+            case "unary":
+                await self.coordinator.GetLoad(coordinator_pb2.GetLoadRequest(), timeout=5)
+            case "answers":
+                request = coordinator_pb2.WatchLoadRequest()
+                async for _ in self.coordinator.WatchLoad(request, timeout=5):
+                    pass
+            case "requests":
+                page = worker_pb2.PrepareLoadRequest()
+                await self.worker.PrepareLoad(iter([page]), timeout=5)
+
     async def failure(self, verb: str) -> LoaderError:
         """Call and return what comes back."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            match verb:
-                case "unary":
-                    await self.coordinator.GetLoad(coordinator_pb2.GetLoadRequest(), timeout=5)
-                case "answers":
-                    request = coordinator_pb2.WatchLoadRequest()
-                    async for _ in self.coordinator.WatchLoad(request, timeout=5):
-                        pass
-                case "requests":
-                    page = worker_pb2.PrepareLoadRequest()
-                    await self.worker.PrepareLoad(iter([page]), timeout=5)
+            await self.call(verb)
         return from_rpc_error(caught.value)
 
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     server = Server(["loader_service.v1.CoordinatorService"])
-    servicer = Raising()
+    servicer = Raising()  # type: ignore[abstract] # only the tested methods are there
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.grpc)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(RaisingWorker(servicer), server.grpc)
+    worker = RaisingWorker(servicer)  # type: ignore[abstract]
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
     address = await server.start("127.0.0.1:0")
     async with open_channel(address) as channel:
         yield Served(servicer, address, channel)

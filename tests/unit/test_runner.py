@@ -118,15 +118,21 @@ class Stage:
         self.jobs: list[StartStream] = []
         self.states: list[str] = []
         request = LoadRequest(
-            read=lambda: self.read(),
+            read=self.read_now,
             tp=2,
             options=PlanOptions(unknown_tensors=UnknownTensorPolicy.REPLICATE),
             window_bytes=1 << 20,
             lease_seconds=LEASE,
         )
         self.runner = LoadRunner(
-            self.record, request, lambda: self.choose(), self.connect, self.run_stream
+            self.record, request, self.choose_now, self.connect, self.run_stream
         )
+
+    def read_now(self) -> Checkpoint:
+        return self.read()
+
+    async def choose_now(self) -> Sequence[WorkerRecord]:
+        return await self.choose()
 
     async def group(self) -> Sequence[WorkerRecord]:
         return [

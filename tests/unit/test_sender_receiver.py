@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from loader_kernels.digest import BLOCK_BYTES
+from loader_kernels.testing import CountingDevice, FlippingDevice
 from loader_service.errors import (
     DataLoss,
     DigestMismatch,
@@ -32,7 +33,6 @@ from loader_service.stream.manifests import manifest_pages
 from loader_service.stream.sender import LoadSender
 from loader_service.stream.transport import Connection, PeerLostError
 from loader_service.stream.window import HostWindow
-from loader_service.testing.devices import CountingDevice, FlippingDevice
 from loader_service.testing.memory_transport import MemoryNetwork, MemoryTransport
 from loader_service.v1.types_pb2 import WorkerLoadState
 from loader_worker.manifest import parse_manifest
@@ -199,7 +199,7 @@ class Cluster:
     async def until(self, rank: int, state: WorkerLoadState.ValueType) -> None:
         """Wait for a worker's state."""
         async with asyncio.timeout(SECONDS):
-            while self.ranks[rank].session.state != state:
+            while self.ranks[rank].session.state != state:  # noqa: ASYNC110 (it has no event)
                 await asyncio.sleep(0.001)
 
     async def close(self) -> None:
@@ -389,6 +389,22 @@ async def test_memory_that_lost_a_bit_fails_the_load_by_the_tensors_name(
     assert devices[0].live == []
 
 
+async def test_a_mismatch_is_the_cause_although_the_hang_up_wakes_other_receives_first(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    # Chunks of `b` are being waited for while the worker refuses `a`.
+    cluster.transport.stop_at = 3
+    device = FlippingDevice(0)
+    await cluster.prepare(
+        write_plan(tmp_path, [sized("a", CHUNK + 1), sized("b", 9 * CHUNK)], 1), [device]
+    )
+    with pytest.raises(DigestMismatch, match="'a'"):
+        await cluster.run()
+    await cluster.until(0, FAILED)
+    assert isinstance(cluster.ranks[0].session.failure, DigestMismatch)
+    assert device.live == []
+
+
 async def test_padding_that_is_not_zero_any_more_fails_the_load(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -528,6 +544,12 @@ async def test_a_prepare_that_is_cancelled_while_allocating_gives_everything_bac
 # ---------------------------------------------------------------- the way in
 
 
+async def greet(connection: Connection, hello: bytes) -> None:
+    """Say hello and wait for the welcome."""
+    await connection.send(wire.TAG_HELLO, hello)
+    await connection.recv(wire.TAG_WELCOME, bytearray(wire.WELCOME_BYTES))
+
+
 async def test_a_wrong_token_is_shown_out_and_the_right_one_still_works(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -536,8 +558,7 @@ async def test_a_wrong_token_is_shown_out_and_the_right_one_still_works(
     for token in (bytes(wire.TOKEN_BYTES), endpoint.token[:-1] + b"\0", endpoint.token[::-1]):
         stranger = await cluster.transport.connect(endpoint.host, endpoint.port, 1.0)
         with pytest.raises(PeerLostError):
-            await stranger.send(wire.TAG_HELLO, wire.encode_hello(token))
-            await stranger.recv(wire.TAG_WELCOME, bytearray(wire.WELCOME_BYTES))
+            await greet(stranger, wire.encode_hello(token))
     await cluster.run()
     assert cluster.sender.verified == (True,)
 
@@ -550,8 +571,7 @@ async def test_a_stranger_that_says_nothing_or_nonsense_keeps_nobody_out(
     silent = await cluster.transport.connect(endpoint.host, endpoint.port, 1.0)
     loud = await cluster.transport.connect(endpoint.host, endpoint.port, 1.0)
     with pytest.raises(PeerLostError):
-        await loud.send(wire.TAG_HELLO, bytes(wire.HELLO_BYTES))
-        await loud.recv(wire.TAG_WELCOME, bytearray(wire.WELCOME_BYTES))
+        await greet(loud, bytes(wire.HELLO_BYTES))
     await cluster.run()
     assert cluster.sender.verified == (True,)
     silent.abort()
@@ -565,8 +585,7 @@ async def test_a_token_opens_one_connection_only(tmp_path: Path, cluster: Cluste
     running = asyncio.create_task(cluster.run())
     await cluster.transport.stopped.wait()
     with pytest.raises(PeerLostError):
-        await second.send(wire.TAG_HELLO, wire.encode_hello(endpoint.token))
-        await second.recv(wire.TAG_WELCOME, bytearray(wire.WELCOME_BYTES))
+        await greet(second, wire.encode_hello(endpoint.token))
     with pytest.raises(PeerLostError):  # the listener is gone
         await cluster.transport.connect(endpoint.host, endpoint.port, 1.0)
     cluster.transport.go_on.set()
@@ -629,6 +648,34 @@ async def test_a_cancel_while_a_thread_reads_waits_for_the_thread(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert cluster.window.out == 0
+
+
+async def test_a_cancel_while_a_thread_opens_the_files_leaves_none_open(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    opened: list[int] = []
+    real = os.open
+
+    def slow(*arguments: Any) -> int:
+        opened.append(real(*arguments))
+        loop.call_soon_threadsafe(opening.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(SECONDS)
+        return opened[0]
+
+    await cluster.prepare(write_plan(tmp_path, one_large(4), 1))
+    monkeypatch.setattr(os, "open", slow)
+    running = asyncio.create_task(cluster.run())
+    await opening.wait()
+    running.cancel()
+    await asyncio.sleep(0.01)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
 
 
 async def test_a_worker_that_aborts_in_the_middle_is_lost_and_keeps_nothing(
@@ -716,8 +763,7 @@ async def welcomed(cluster: Cluster) -> Connection:
     """Connect to the only worker as a streamer does."""
     endpoint = cluster.ranks[0].endpoint
     connection = await cluster.transport.connect(endpoint.host, endpoint.port, 1.0)
-    await connection.send(wire.TAG_HELLO, wire.encode_hello(endpoint.token))
-    await connection.recv(wire.TAG_WELCOME, bytearray(wire.WELCOME_BYTES))
+    await greet(connection, wire.encode_hello(endpoint.token))
     return connection
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loader_service.testing.devices import CountingDevice
+from loader_kernels.testing import CountingDevice
 from loader_worker.store import WeightNotFoundError, WeightStore, WeightTensor
 
 
@@ -34,6 +34,7 @@ def store_of(device: CountingDevice, *sizes: int) -> WeightStore:
 def test_ws1_a_new_store_is_empty(device: CountingDevice) -> None:
     store = WeightStore(device)
     assert (store.is_empty, len(store), store.names()) == (True, 0, [])
+    assert store.prepartitioned_tp is None  # WS-15
     assert "t0" not in store
 
 
@@ -214,7 +215,6 @@ def test_ws9_two_tensors_in_one_buffer_are_refused_at_insertion(device: Counting
 
 def test_ws15_publishing_a_whole_load_sets_the_partition(device: CountingDevice) -> None:
     store = WeightStore(device)
-    assert store.prepartitioned_tp is None
     store.publish([tensor(device, "b", 3), tensor(device, "a", 4)], rank=1, tp=2)
     assert store.prepartitioned_tp == (1, 2)
     assert (store.names(), store.loaded_bytes) == (["a", "b"], 7)
@@ -253,7 +253,6 @@ def test_ws15_a_released_store_takes_another_load(device: CountingDevice) -> Non
     store = WeightStore(device)
     store.publish([tensor(device, "a")], rank=0, tp=1)
     store.release()
-    assert store.prepartitioned_tp is None
     store.publish([tensor(device, "a", 9)], rank=1, tp=3)
     assert (store.prepartitioned_tp, store.resident_bytes()) == ((1, 3), 9)
     assert store.freed_bytes == 0
@@ -265,9 +264,11 @@ def test_ws15_a_released_store_takes_another_load(device: CountingDevice) -> Non
 def test_ws16_release_frees_every_tensor_and_repeating_it_is_harmless(
     device: CountingDevice,
 ) -> None:
-    store = store_of(device, *range(8))
+    store = WeightStore(device)
+    store.publish([tensor(device, f"t{size}", size) for size in range(8)], rank=0, tp=1)
     store.release()
     store.release()
+    assert store.prepartitioned_tp is None
     assert (device.live, len(store), store.resident_bytes()) == ([], 0, 0)
     assert (store.loaded_bytes, set(device.frees.values())) == (0, {1})
 
@@ -287,8 +288,13 @@ def test_ws16_release_goes_on_after_a_failing_free_and_raises_the_first(
     assert sum(device.frees.values()) == 4
 
 
-def test_ws16_leaving_the_block_releases_also_after_an_error(device: CountingDevice) -> None:
-    with pytest.raises(LookupError), store_of(device, 4, 4):
-        assert device.memory().allocated_bytes == 8
-        raise LookupError
+def test_ws16_leaving_the_block_releases(device: CountingDevice) -> None:
+    with store_of(device, 4, 4) as store:
+        assert device.memory().allocated_bytes == store.resident_bytes() == 8
+    assert device.live == []
+
+
+def test_ws16_leaving_the_block_by_an_error_releases_too(device: CountingDevice) -> None:
+    with pytest.raises(KeyError), store_of(device, 4, 4) as store:
+        store.get("nothing")
     assert device.live == []

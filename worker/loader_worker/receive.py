@@ -46,6 +46,7 @@ class Receiver:
         self._hashers = hashers
         self._checks = [_SliceCheck(piece.nbytes) for piece in manifest.slices]
         self._next_chunk = itertools.count()
+        self._refusal: DigestMismatch | None = None
         self.done_bytes = 0
         """Payload bytes that have landed and been hashed."""
 
@@ -62,8 +63,7 @@ class Receiver:
                 for _ in range(min(CREDITS, len(self._manifest.chunks))):
                     group.create_task(self._take_chunks(connection))
         except BaseExceptionGroup as failed:
-            mismatches, others = failed.split(DigestMismatch)
-            raise (mismatches or others or failed).exceptions[0] from None
+            raise self._refusal or failed.exceptions[0] from None
         unverified = [
             piece.name
             for piece, check in zip(self._manifest.slices, self._checks, strict=True)
@@ -83,6 +83,9 @@ class Receiver:
                 try:
                     await self._take_chunk(connection, index, chunk, staging)
                 except DigestMismatch as error:
+                    # The streamer hangs up once it has read this; that may end another task, and
+                    # through it this one, before it is raised.
+                    self._refusal = self._refusal or error
                     await _refuse(connection, error)
                     raise
                 self.done_bytes += chunk.nbytes
