@@ -103,10 +103,11 @@ class Cluster:
     def streamer(self) -> psutil.Process:
         """Return the coordinator's streamer process."""
         assert self.coordinator is not None
+        parent = psutil.Process(self.coordinator.pid)
         return wait_for(
             lambda: next(
                 child
-                for child in psutil.Process(self.coordinator.pid).children()
+                for child in parent.children()
                 if "loader_service.stream.streamer" in child.cmdline()
             )
         )
@@ -141,6 +142,10 @@ class Cluster:
         """Return a worker's memory as the coordinator knows it."""
         workers = self.call(lambda client: client.list_workers())
         return next(worker.memory for worker in workers if worker.worker_id == worker_id)
+
+    def wait_for_empty(self, worker_id: str, seconds: float) -> None:
+        """Return once a worker has reported that nothing is allocated on its device."""
+        wait_for(lambda: self.memory(worker_id).allocated_bytes == 0 or None, seconds)
 
     def log(self, name: str) -> str:
         """Return what a process has logged."""

@@ -75,10 +75,7 @@ def end_of(running: Cluster, load_id: str) -> tuple[types_pb2.Load, float]:
 
 def assert_memory_is_back(running: Cluster, *worker_ids: str) -> None:
     for worker_id in worker_ids:
-        wait_for(
-            lambda w=worker_id: running.memory(w).allocated_bytes == 0 or None,
-            MEMORY_SECONDS + REPORT_SECONDS,
-        )
+        running.wait_for_empty(worker_id, MEMORY_SECONDS + REPORT_SECONDS)
         # The process's own memory, not only what it counts.
         process = psutil.Process(running.workers[worker_id].pid)
         assert process.memory_info().rss < 300 << 20
@@ -159,8 +156,11 @@ def test_a_killed_coordinator_takes_its_streamer_along_and_frees_the_workers(
     running.coordinator.kill()
     wait_for(lambda: None if streamer.is_running() and _alive(streamer) else True, END_SECONDS)
     for worker in running.workers.values():
-        process = psutil.Process(worker.pid)
-        wait_for(lambda p=process: p.memory_info().rss < 300 << 20 or None, 5.0)
+        wait_for_small(psutil.Process(worker.pid))
+
+
+def wait_for_small(process: psutil.Process) -> None:
+    wait_for(lambda: process.memory_info().rss < 300 << 20 or None, 5.0)
 
 
 def _alive(process: psutil.Process) -> bool:

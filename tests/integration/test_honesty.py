@@ -36,7 +36,7 @@ def test_a_byte_changed_before_commit_fails_the_load_and_names_the_slice(faulty:
     assert load.failure.metadata["rank"] == "1"
     assert LARGEST in load.failure.message
     for worker_id in ("sound", "landed"):
-        wait_for(lambda w=worker_id: faulty.memory(w).allocated_bytes == 0 or None, 2.5)
+        faulty.wait_for_empty(worker_id, 2.5)
 
 
 def test_a_byte_changed_after_commit_changes_the_listed_digest(faulty: Cluster) -> None:
