@@ -65,13 +65,15 @@ class NumpyDevice:
     def allocate(self, nbytes: int) -> NumpyBuffer:
         """Return fresh host memory; large buffers are mappings of their own."""
         with self._lock:
-            free_bytes = self._memory().free_bytes
-            if nbytes > free_bytes:
-                raise DeviceOutOfMemoryError(nbytes, free_bytes)
+            # Asking the machine costs more than a small buffer is worth; its sum was asked for before.
+            if nbytes >= _MAPPED_FROM_BYTES or self._limit_bytes is not None:
+                free_bytes = self._memory().free_bytes
+                if nbytes > free_bytes:
+                    raise DeviceOutOfMemoryError(nbytes, free_bytes)
             try:
                 buffer = NumpyBuffer(map_memory(nbytes))
             except (MemoryError, OSError) as error:
-                raise DeviceOutOfMemoryError(nbytes, free_bytes) from error
+                raise DeviceOutOfMemoryError(nbytes, self._memory().free_bytes) from error
             self._allocated_bytes += nbytes
         return buffer
 

@@ -21,6 +21,7 @@ from loader_service.errors import (
     LoadCancelled,
     LoaderError,
     LoadNotFound,
+    StreamerLost,
     WorkerLost,
     WorkersUnavailable,
     from_fields,
@@ -79,8 +80,11 @@ class Coordinator:
             if runner is None or is_terminal(runner.record.state):
                 release.append(load.load_id)
             elif load.state == WorkerLoadState.WORKER_LOAD_STATE_FAILED:
-                failure = load.failure
-                runner.fail(from_fields(failure.reason, failure.message, failure.metadata))
+                reported = load.failure
+                failure = from_fields(reported.reason, reported.message, reported.metadata)
+                # A worker that lost the streamer only sees what follows from the first cause.
+                if not isinstance(failure, StreamerLost):
+                    runner.fail(failure)
         if not record.load_id:
             self._announce_worker()
         return release

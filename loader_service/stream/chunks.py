@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from loader_kernels.digest import BLOCK_BYTES
+from loader_service.errors import InvalidRequest
 from loader_service.plan.slices import LoadPlan
 
 __all__ = [
@@ -83,12 +84,17 @@ def chunk_bytes_for(window_bytes: int, tp: int) -> int:
     """Return the chunk size for a window of host memory shared by `tp` ranks.
 
     Raises:
-        ValueError: the window cannot hold one digest block a slot.
+        InvalidRequest: WINDOW_TOO_SMALL, it cannot hold one digest block a slot.
     """
     share = window_bytes // (SLOTS_PER_RANK * tp)
     chunk_bytes = min(MAX_CHUNK_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
     if not chunk_bytes:
-        raise ValueError(f"a window of {window_bytes} bytes is too small for {tp} ranks")
+        raise InvalidRequest(
+            f"a window of {window_bytes} bytes is too small for {tp} ranks",
+            reason="WINDOW_TOO_SMALL",
+            window_bytes=window_bytes,
+            tp=tp,
+        )
     return chunk_bytes
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader_kernels.digest import BLOCK_BYTES
+from loader_service.errors import InvalidRequest
 from loader_service.plan.cuts import Even, Vocab
 from loader_service.plan.slices import LoadPlan
 from loader_service.stream.chunks import (
@@ -147,7 +148,7 @@ def test_ranks_of_different_sizes_end_at_different_steps(tmp_path: Path) -> None
 @given(window=st.integers(0, 1 << 33), tp=st.integers(1, 64))
 def test_the_window_holds_all_slots_of_all_ranks(window: int, tp: int) -> None:
     if window < BLOCK_BYTES * SLOTS_PER_RANK * tp:
-        with pytest.raises(ValueError, match="too small"):
+        with pytest.raises(InvalidRequest, match="too small"):
             chunk_bytes_for(window, tp)
         return
     chunk_bytes = chunk_bytes_for(window, tp)

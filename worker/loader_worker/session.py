@@ -202,4 +202,7 @@ class LoadSession:
 
     def _free(self) -> None:
         while self._buffers:
-            self._device.free(self._buffers.pop())
+            try:
+                self._device.free(self._buffers.pop())
+            except Exception:  # noqa: BLE001 - one bad buffer must not keep the others
+                _log.exception("load %s: a buffer could not be freed", self.manifest.load_id)
