@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from loader_service.errors import WorkerNotFound
 from loader_service.rpc import from_rpc_error, open_channel
 from loader_service.v1 import (
     coordinator_pb2,
@@ -182,8 +183,12 @@ class LoaderClient:
         timeout = max(self._timeout, _SHA256_TIMEOUT_SECONDS) if include_sha256 else self._timeout
         slices: dict[int, list[types_pb2.TensorSlice]] = {}
         for rank in load.ranks:
-            address = workers.get(rank.worker_id, "")
-            async with open_channel(address) as channel:
+            if rank.worker_id not in workers:
+                raise WorkerNotFound(
+                    f"worker {rank.worker_id!r} of load {load_id} has left",
+                    worker_id=rank.worker_id,
+                )
+            async with open_channel(workers[rank.worker_id]) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 slices[rank.rank] = [
                     tensor

@@ -1,14 +1,14 @@
 """Every error that the service raises on purpose, with its gRPC status and stable reason.
 
 LoaderError
-    InvalidRequest              INVALID_ARGUMENT     INVALID_REQUEST
-    InvalidCheckpoint           INVALID_ARGUMENT     INVALID_HEADER and the reasons of `HeaderReason`
+    InvalidRequest              INVALID_ARGUMENT     INVALID_REQUEST, INVALID_MANIFEST, ...
+    InvalidCheckpoint           INVALID_ARGUMENT     INVALID_HEADER, UNKNOWN_DTYPE, ...
         LimitExceeded           INVALID_ARGUMENT     LIMIT
     CheckpointNotFound          NOT_FOUND            CHECKPOINT_NOT_FOUND
     PathOutsideRoot             PERMISSION_DENIED    PATH_OUTSIDE_ROOT
     LfsPointer                  FAILED_PRECONDITION  LFS_POINTER
     IndexMismatch               FAILED_PRECONDITION  SHARD_MISSING, TENSOR_NOT_IN_SHARD, ...
-    DataLoss                    DATA_LOSS            FILE_TRUNCATED, FILE_CHANGED, READ_FAILED
+    DataLoss                    DATA_LOSS            DATA_LOSS, FILE_TRUNCATED, FILE_CHANGED, READ_FAILED
     PlanRefused                 FAILED_PRECONDITION  UNSUPPORTED_ARCHITECTURE, TP_NOT_DIVISIBLE, ...
     LoadNotFound                NOT_FOUND            LOAD_NOT_FOUND
     WorkerNotFound              NOT_FOUND            WORKER_NOT_FOUND
@@ -153,7 +153,7 @@ class DataLoss(LoaderError):
     """A file is shorter than its header says, changed while it was read, or cannot be read."""
 
     status = grpc.StatusCode.DATA_LOSS
-    default_reason = "FILE_TRUNCATED"
+    default_reason = "DATA_LOSS"
 
 
 class PlanRefused(LoaderError):

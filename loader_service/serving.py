@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
-import sys
 from collections.abc import Sequence
 
 import grpc.aio
@@ -15,7 +13,7 @@ from loader_service import addresses
 from loader_service.errors import ServiceUnavailable
 from loader_service.rpc import ErrorInterceptor, server_options
 
-__all__ = ["Server", "log_to_stderr", "stop_requested"]
+__all__ = ["Server", "stop_requested"]
 
 GRACE_SECONDS = 2.0
 
@@ -38,14 +36,14 @@ class Server:
         """Bind `HOST:PORT`, serve, and return the address with the real port.
 
         Raises:
-            ServiceUnavailable: ADDRESS_IN_USE when the port cannot be bound.
+            ServiceUnavailable: CANNOT_LISTEN when the port cannot be bound.
         """
         host, _ = addresses.split(listen)
         try:
             port = self.grpc.add_insecure_port(listen)
         except RuntimeError as error:
             raise ServiceUnavailable(
-                f"cannot listen at {listen}: {error}", reason="ADDRESS_IN_USE"
+                f"cannot listen at {listen}: {error}", reason="CANNOT_LISTEN"
             ) from error
         await self.grpc.start()
         for name in self._names:
@@ -71,12 +69,3 @@ def stop_requested() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, request, number)
     return event
-
-
-def log_to_stderr(name: str) -> None:
-    """Send the log of a server called `name` to stderr."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
-    )

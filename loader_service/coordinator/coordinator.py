@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.checkpoint.files import read_checkpoint
@@ -173,9 +173,7 @@ class Coordinator:
         self._runners[load_id] = runner
         if request_id:
             self._requests[request_id] = load_id
-        task = asyncio.create_task(self._run(runner))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self._run(runner))
         return record
 
     def get(self, load_id: str) -> LoadRecord:
@@ -212,13 +210,23 @@ class Coordinator:
         """
         runner = self._require(load_id)
         record = runner.record
-        if record.state == LoadState.LOAD_STATE_UNLOADED:
-            return record
-        record.move_to(LoadState.LOAD_STATE_UNLOADING)
-        await runner.release()
-        self._give_back(record)
-        record.move_to(LoadState.LOAD_STATE_UNLOADED)
+        if record.state not in (LoadState.LOAD_STATE_UNLOADING, LoadState.LOAD_STATE_UNLOADED):
+            record.move_to(LoadState.LOAD_STATE_UNLOADING)
+            # A task of its own: it is finished even when the caller goes away meanwhile.
+            self._start(self._unload(runner))
+        while record.state != LoadState.LOAD_STATE_UNLOADED:
+            await record.wait_for_change(record.revision)
         return record
+
+    async def _unload(self, runner: LoadRunner) -> None:
+        await runner.release()
+        self._give_back(runner.record)
+        runner.record.move_to(LoadState.LOAD_STATE_UNLOADED)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """End the loads that are not committed; committed ones stay on their workers."""

@@ -16,7 +16,8 @@ from loader_service.coordinator.settings import DEFAULT_WINDOW_BYTES, Settings
 from loader_service.coordinator.streamer_process import StreamerProcess
 from loader_service.coordinator.worker_client import GrpcWorkerClient
 from loader_service.errors import LoaderError
-from loader_service.serving import Server, log_to_stderr, stop_requested
+from loader_service.logs import log_to_stderr
+from loader_service.serving import Server, stop_requested
 from loader_service.sizes import parse_size
 from loader_service.v1 import coordinator_pb2_grpc
 from loader_service.version import __version__

@@ -41,13 +41,11 @@ class StreamerProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._ready = asyncio.Event()
         self._streams: dict[str, _Stream] = {}
-        self.process_id = 0
 
     async def run(self) -> None:
         """Keep the streamer alive until cancelled; then it ends by itself."""
         while True:
             process, reader, writer = await self._start()
-            self.process_id = process.pid
             self._writer = writer
             self._ready.set()
             try:

@@ -47,7 +47,9 @@ class OpenFiles:
             self.check_unchanged()
         except OSError as error:
             self.close()
-            raise DataLoss(f"{error.filename}: {error.strerror}", reason="READ_FAILED") from error
+            raise DataLoss(
+                f"{error.filename}: {error.strerror}", reason="READ_FAILED", file=error.filename
+            ) from error
         except DataLoss:
             self.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -118,7 +119,12 @@ class LoadSender:
                 payloads = _payloads(step, self._job.plan.tensors)
                 size = self._job.chunk_bytes
                 buffers = await self._window.acquire(size, sum(p.nbytes > 0 for p in payloads))
-                group.create_task(self._send_step(files, payloads, indices, buffers))
+                sending = group.create_task(self._send_step(files, payloads, indices, buffers))
+                # Not in the task itself: one that is cancelled before its first step runs nothing.
+                sending.add_done_callback(functools.partial(self._release, buffers))
+
+    def _release(self, buffers: list[memoryview], sent: asyncio.Task[None]) -> None:
+        self._window.release(buffers)
 
     async def _send_step(
         self,
@@ -130,18 +136,15 @@ class LoadSender:
         spare = list(buffers)
         for payload in payloads:
             payload.view = spare.pop()[: payload.nbytes] if payload.nbytes else memoryview(b"")
-        try:
-            parts = await run_in_thread(
-                self._readers, _read_step, files, self._job.plan.tensors, payloads
-            )
-            for piece, offset, hashes in parts:
-                self._digests[id(piece)].add(offset, hashes)
-            async with asyncio.TaskGroup() as group:
-                for payload in payloads:
-                    for rank in payload.ranks:
-                        group.create_task(self._send_chunk(rank, indices[rank], payload))
-        finally:
-            self._window.release(buffers)
+        parts = await run_in_thread(
+            self._readers, _read_step, files, self._job.plan.tensors, payloads
+        )
+        for piece, offset, hashes in parts:
+            self._digests[id(piece)].add(offset, hashes)
+        async with asyncio.TaskGroup() as group:
+            for payload in payloads:
+                for rank in payload.ranks:
+                    group.create_task(self._send_chunk(rank, indices[rank], payload))
 
     async def _send_chunk(self, rank: int, index: int, payload: _Payload) -> None:
         link = self._links[rank]

@@ -12,10 +12,11 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from loader_service import addresses
 from loader_service.errors import InternalError, LoadCancelled, LoaderError
+from loader_service.logs import log_to_stderr
 from loader_service.stream.jobs import (
     CancelStream,
     StartStream,
@@ -117,14 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--window-bytes", type=int, required=True)
     parser.add_argument("--data-ports", default="")
     options = parser.parse_args(arguments)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s streamer: %(message)s",
-    )
-    ports = [int(port) for port in options.data_ports.split("-") if port]
+    log_to_stderr("streamer")
     control = socket.socket(fileno=options.control_fd)
-    data_ports = range(ports[0], ports[-1] + 1) if ports else None
+    data_ports = addresses.parse_ports(options.data_ports)
     asyncio.run(_main(control, options.window_bytes, data_ports))
 
 

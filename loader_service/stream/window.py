@@ -45,10 +45,10 @@ class HostWindow:
                 self._returned.clear()
                 await self._returned.wait()
             idle = self._idle[size]
-            taken = [idle.pop() for _ in range(min(count, len(idle)))]
-            fresh = count - len(taken)
-            self._held_bytes += size * fresh
-            return taken + [map_memory(size).data for _ in range(fresh)]
+            # Mapping may fail; nothing is counted or taken before it has worked.
+            fresh = [map_memory(size).data for _ in range(count - len(idle))]
+            self._held_bytes += size * len(fresh)
+            return [idle.pop() for _ in range(count - len(fresh))] + fresh
 
     def release(self, buffers: list[memoryview]) -> None:
         """Give buffers back; nothing may use them any more."""

@@ -456,7 +456,7 @@ class RankPlan(_message.Message):
     rank: _builtins.int
     """Position in the group."""
     source_bytes: _builtins.int
-    """Source payload bytes of which this rank keeps a part or the whole."""
+    """Source payload bytes that this rank's slices are made from; equal to the wire bytes of dense tensors."""
     wire_bytes: _builtins.int
     """Payload bytes sent to this rank."""
     resident_bytes: _builtins.int

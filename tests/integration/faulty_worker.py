@@ -9,7 +9,7 @@ from types import FrameType
 
 from loader_kernels.device import Buffer
 from loader_kernels.numpy_device import NumpyBuffer, NumpyDevice
-from loader_service.serving import log_to_stderr
+from loader_service.logs import log_to_stderr
 from loader_worker.main import parse_arguments, serve
 
 

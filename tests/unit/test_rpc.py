@@ -178,7 +178,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
 async def test_a_port_that_is_taken_is_refused_by_its_address(served: Served) -> None:
     with pytest.raises(ServiceUnavailable, match=served.address) as caught:
         await Server([]).start(served.address)
-    assert caught.value.reason == "ADDRESS_IN_USE"
+    assert caught.value.reason == "CANNOT_LISTEN"
 
 
 # ---------------------------------------------------------------- pages

@@ -14,8 +14,9 @@ from loader_kernels.device import Device
 from loader_kernels.devices import open_device
 from loader_service import addresses
 from loader_service.errors import LoaderError
+from loader_service.logs import log_to_stderr
 from loader_service.rpc import open_channel
-from loader_service.serving import Server, log_to_stderr, stop_requested
+from loader_service.serving import Server, stop_requested
 from loader_service.sizes import parse_size
 from loader_service.stream.ucxx_transport import UcxxTransport
 from loader_service.v1 import worker_pb2_grpc

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from loader_kernels.device import Device
 from loader_service import errors
 from loader_service.errors import LoadNotFound, WorkerBusy
+from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Transport
 from loader_service.v1 import coordinator_pb2, types_pb2
 from loader_service.v1.types_pb2 import WorkerLoadState
@@ -37,7 +38,6 @@ class Worker:
         self.incarnation = uuid.uuid4().hex
         self.device = device
         self.store = WeightStore(device)
-        self.lanes = ""
         self._transport = transport
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="device")
         self._session: LoadSession | None = None
@@ -90,7 +90,6 @@ class Worker:
         async with self._changing:
             session = self._require(load_id)
             session.commit(self.store)
-            self.lanes = session.lanes
             _log.info("load %s: committed", load_id)
 
     async def abort(self, load_id: str) -> None:
@@ -172,5 +171,8 @@ class Worker:
 
     async def _end(self, session: LoadSession) -> None:
         await session.abort()
-        self.store.release()
         self._session = None
+        try:
+            await run_in_thread(self._threads, self.store.release)
+        except RuntimeError:
+            _log.exception("load %s: a weight could not be freed", session.manifest.load_id)
