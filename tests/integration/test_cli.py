@@ -1,0 +1,123 @@
+"""`loaderctl` as people and scripts use it: documents on stdout, stable exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loader_service import demo
+from loader_service.v1 import types_pb2
+from tests.checkpoints import write_sparse_llama
+from tests.cluster import BIN, Cluster, cluster, wait_for
+
+
+@pytest.fixture
+def loaded(shared_cluster: Cluster) -> Iterator[dict[str, object]]:
+    result = shared_cluster.loaderctl(
+        "load", str(demo.model_folder()), "--tp", "2", "--wait", "-o", "json"
+    )
+    assert result.returncode == 0, result.stderr
+    document: dict[str, object] = json.loads(result.stdout)
+    yield document
+    shared_cluster.loaderctl("unload", str(document["loadId"]))
+
+
+def test_a_load_is_followed_listed_and_given_back(
+    shared_cluster: Cluster, loaded: dict[str, object]
+) -> None:
+    assert loaded["state"] == "SUCCEEDED"
+    assert loaded["sourceBytes"] == 90_856_960
+    ranks = loaded["ranks"]
+    assert isinstance(ranks, list)
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert all(rank["bytesBySource"]["coordinator"] == rank["wireBytes"] for rank in ranks)
+    load_id = str(loaded["loadId"])
+    listed = shared_cluster.loaderctl_json("get", "loads")["loads"]
+    assert listed[0]["loadId"] == load_id
+    workers = shared_cluster.loaderctl_json("get", "workers")["workers"]
+    assert sum(worker["loadId"] == load_id for worker in workers) == 2
+    table = shared_cluster.loaderctl("watch", load_id)
+    assert table.returncode == 0
+    assert table.stdout.count("verified") == 2
+    # A committed load cannot be cancelled, and unloading it twice is as good as once.
+    assert shared_cluster.loaderctl("cancel", load_id).returncode == 4
+    for _ in range(2):
+        assert shared_cluster.loaderctl_json("unload", load_id)["state"] == "UNLOADED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["load", "/nowhere"], 3, "CHECKPOINT_NOT_FOUND"),
+        (["watch", "load-none"], 3, "LOAD_NOT_FOUND"),
+        (["load", "MODEL", "--tp", "5"], 4, "NOT_ENOUGH_WORKERS"),
+        (["plan", "MODEL", "--tp", "5"], 4, "TP_NOT_DIVISIBLE"),
+        (["load", "MODEL", "--workers", "w0,w0", "--tp", "2"], 4, "INVALID_REQUEST"),
+        (["load", "MODEL", "--tp", "0"], 2, ""),
+    ],
+)
+def test_refusals_have_stable_exit_codes_and_reasons(
+    shared_cluster: Cluster, arguments: list[str], code: int, reason: str
+) -> None:
+    words = [str(demo.model_folder()) if word == "MODEL" else word for word in arguments]
+    result = shared_cluster.loaderctl(*words, "-o", "json")
+    assert result.returncode == code
+    document = json.loads(result.stdout) if reason else {}
+    if reason:
+        told = document.get("failure") or document
+        assert told["reason"] == reason
+    if "plan" in words:
+        assert document["validTp"] == [1, 2, 3, 4, 6, 12]
+
+
+def test_a_coordinator_that_is_not_there_is_exit_code_7() -> None:
+    result = subprocess.run(
+        [str(BIN / "loaderctl"), "get", "loads", "--endpoint", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 7
+    assert "UNAVAILABLE" in result.stderr
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_ctrl_c_leaves_the_load_running_unless_told_to_cancel(tmp_path: Path, cancel: bool) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    checkpoint = write_sparse_llama(folder, layers=5)
+    with cluster(Path("/"), tmp_path, workers=2) as running:
+        option = ["--cancel-on-interrupt"] if cancel else []
+        process = subprocess.Popen(
+            [str(BIN / "loaderctl"), "load", str(checkpoint), "--tp", "2", *option],
+            env={**os.environ, "LOADER_ENDPOINT": running.endpoint},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        (load,) = wait_for(
+            lambda: (
+                [
+                    load
+                    for load in running.call(lambda client: client.list_loads())
+                    if load.state == types_pb2.LOAD_STATE_STREAMING
+                ]
+                or None
+            )
+        )
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=20)
+        assert process.returncode == 130
+        if cancel:
+            after = running.call(lambda client: client.get_load(load.load_id))
+            assert after.state == types_pb2.LOAD_STATE_CANCELLED
+        else:
+            assert f"loaderctl cancel {load.load_id}" in complaint
+            states = running.loaderctl_json("watch", load.load_id)["state"]
+            assert states == "SUCCEEDED"
