@@ -1,4 +1,4 @@
-"""The Transport over UCX, through UCXX. Settings and their reasons: docs/transport in the README.
+"""The Transport over UCX, through UCXX. Settings and their reasons: docs/transport.md.
 
 Error handling stays on (a listener cannot be opened without it), and the options below let UCX use
 shared memory and large TCP segments with it. Python futures keep the event loop asleep while UCX's
