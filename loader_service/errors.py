@@ -10,12 +10,17 @@ LoaderError
     IndexMismatch               FAILED_PRECONDITION  SHARD_MISSING, TENSOR_NOT_IN_SHARD, ...
     DataLoss                    DATA_LOSS            DATA_LOSS, FILE_TRUNCATED, FILE_CHANGED, READ_FAILED
     PlanRefused                 FAILED_PRECONDITION  UNSUPPORTED_ARCHITECTURE, TP_NOT_DIVISIBLE, ...
+    Unauthenticated             UNAUTHENTICATED      UNAUTHENTICATED, TOKEN_UNKNOWN, TLS_NAME_MISMATCH, ...
+    AccessDenied                PERMISSION_DENIED    ACCESS_DENIED
+    QuotaExceeded               RESOURCE_EXHAUSTED   QUOTA_EXCEEDED
+    Conflict                    ALREADY_EXISTS       WORKER_ID_TAKEN, REQUEST_ID_REUSED
     LoadNotFound                NOT_FOUND            LOAD_NOT_FOUND
     WorkerNotFound              NOT_FOUND            WORKER_NOT_FOUND
     WorkersUnavailable          FAILED_PRECONDITION  NOT_ENOUGH_WORKERS
     WorkerBusy                  FAILED_PRECONDITION  WORKER_BUSY
     WrongState                  FAILED_PRECONDITION  WRONG_STATE
     VersionSkew                 FAILED_PRECONDITION  VERSION_SKEW
+    WorkerSuperseded            FAILED_PRECONDITION  WORKER_SUPERSEDED
     OutOfMemory                 RESOURCE_EXHAUSTED   OUT_OF_MEMORY
     DigestMismatch              DATA_LOSS            DIGEST_MISMATCH
     TiedHeadDiffers             FAILED_PRECONDITION  TIED_HEAD_DIFFERS
@@ -37,7 +42,9 @@ import grpc
 __all__ = [
     "CLASS_KEY",
     "ERROR_DOMAIN",
+    "AccessDenied",
     "CheckpointNotFound",
+    "Conflict",
     "DataLoss",
     "DeadlineExceeded",
     "DigestMismatch",
@@ -53,13 +60,16 @@ __all__ = [
     "OutOfMemory",
     "PathOutsideRoot",
     "PlanRefused",
+    "QuotaExceeded",
     "ServiceUnavailable",
     "StreamerLost",
     "TiedHeadDiffers",
+    "Unauthenticated",
     "VersionSkew",
     "WorkerBusy",
     "WorkerLost",
     "WorkerNotFound",
+    "WorkerSuperseded",
     "WorkersUnavailable",
     "WrongState",
     "from_fields",
@@ -172,6 +182,34 @@ class PlanRefused(LoaderError):
         return tuple(int(size) for size in listed.split(",") if size)
 
 
+class Unauthenticated(LoaderError):
+    """One side of a connection could not show who it is."""
+
+    status = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "UNAUTHENTICATED"
+
+
+class AccessDenied(LoaderError):
+    """The caller is known, but its role does not include the call."""
+
+    status = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "ACCESS_DENIED"
+
+
+class QuotaExceeded(LoaderError):
+    """The caller has as many loads or streams open as it may."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "QUOTA_EXCEEDED"
+
+
+class Conflict(LoaderError):
+    """Something else already has this name."""
+
+    status = grpc.StatusCode.ALREADY_EXISTS
+    default_reason = "CONFLICT"
+
+
 class LoadNotFound(LoaderError):
     """No load has this name."""
 
@@ -212,6 +250,13 @@ class VersionSkew(LoaderError):
 
     status = grpc.StatusCode.FAILED_PRECONDITION
     default_reason = "VERSION_SKEW"
+
+
+class WorkerSuperseded(LoaderError):
+    """A newer life of this worker has taken its place."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "WORKER_SUPERSEDED"
 
 
 class OutOfMemory(LoaderError):
@@ -287,12 +332,17 @@ _LEAVES: tuple[type[LoaderError], ...] = (
     IndexMismatch,
     DataLoss,
     PlanRefused,
+    Unauthenticated,
+    AccessDenied,
+    QuotaExceeded,
+    Conflict,
     LoadNotFound,
     WorkerNotFound,
     WorkersUnavailable,
     WorkerBusy,
     WrongState,
     VersionSkew,
+    WorkerSuperseded,
     OutOfMemory,
     DigestMismatch,
     TiedHeadDiffers,

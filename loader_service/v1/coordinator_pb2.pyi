@@ -407,6 +407,7 @@ class PlanLoadRequest(_message.Message):
     INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WORKER_IDS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path on the coordinator, relative to its model root or absolute inside it."""
     tp: _builtins.int
@@ -421,6 +422,10 @@ class PlanLoadRequest(_message.Message):
     def options(self) -> _types_pb2.PlanOptions:
         """How to read and cut."""
 
+    @_builtins.property
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers in rank order; empty lets the coordinator choose idle ones."""
+
     def __init__(
         self,
         *,
@@ -430,14 +435,87 @@ class PlanLoadRequest(_message.Message):
         include_tensors: _builtins.bool = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_tensors", b"include_tensors", "options", b"options", "page_size", b"page_size", "page_token", b"page_token", "path", b"path", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_tensors", b"include_tensors", "options", b"options", "page_size", b"page_size", "page_token", b"page_token", "path", b"path", "tp", b"tp", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanLoadRequest: _TypeAlias = PlanLoadRequest  # noqa: Y015
+
+@_typing.final
+class Admission(_message.Message):
+    """Whether a load would be admitted now, by the workers' last heartbeats."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADMITTED_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    admitted: _builtins.bool
+    """Enough idle workers, and every rank's bytes fit."""
+    @_builtins.property
+    def refusal(self) -> _types_pb2.Failure:
+        """Why not; absent when admitted."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankAdmission]:
+        """One per rank; empty when there are too few workers."""
+
+    def __init__(
+        self,
+        *,
+        admitted: _builtins.bool = ...,
+        refusal: _types_pb2.Failure | None = ...,
+        ranks: _abc.Iterable[Global___RankAdmission] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "ranks", b"ranks", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Admission: _TypeAlias = Admission  # noqa: Y015
+
+@_typing.final
+class RankAdmission(_message.Message):
+    """One rank's bytes against its worker's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Position in the group."""
+    worker_id: _builtins.str
+    """Worker that would hold the rank."""
+    needed_bytes: _builtins.int
+    """Device bytes that the rank needs, staging included."""
+    free_bytes: _builtins.int
+    """Device bytes that are free."""
+    fits: _builtins.bool
+    """Whether they suffice."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        needed_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        fits: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fits", b"fits", "free_bytes", b"free_bytes", "needed_bytes", b"needed_bytes", "rank", b"rank", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankAdmission: _TypeAlias = RankAdmission  # noqa: Y015
 
 @_typing.final
 class RankPlan(_message.Message):
@@ -542,6 +620,7 @@ class PlanLoadResponse(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path as it was resolved."""
     architecture: _builtins.str
@@ -566,6 +645,10 @@ class PlanLoadResponse(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorPlan]:
         """Tensors of this page in streaming order, when asked for."""
 
+    @_builtins.property
+    def admission(self) -> Global___Admission:
+        """Whether the load would be admitted now."""
+
     def __init__(
         self,
         *,
@@ -578,10 +661,11 @@ class PlanLoadResponse(_message.Message):
         ranks: _abc.Iterable[Global___RankPlan] | None = ...,
         tensors: _abc.Iterable[Global___TensorPlan] | None = ...,
         next_page_token: _builtins.str = ...,
+        admission: Global___Admission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "next_page_token", b"next_page_token", "path", b"path", "ranks", b"ranks", "source_bytes", b"source_bytes", "tensors", b"tensors", "tied_head_present", b"tied_head_present", "tp", b"tp", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "architecture", b"architecture", "next_page_token", b"next_page_token", "path", b"path", "ranks", b"ranks", "source_bytes", b"source_bytes", "tensors", b"tensors", "tied_head_present", b"tied_head_present", "tp", b"tp", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -604,7 +688,7 @@ class LoadRequest(_message.Message):
     tp: _builtins.int
     """Ranks of the group; at least 1."""
     request_id: _builtins.str
-    """Repeating a request with the same id returns the same load."""
+    """Repeating a request with the same id gives the same answer."""
     @_builtins.property
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers in rank order; empty lets the coordinator choose idle ones."""
@@ -767,19 +851,23 @@ class WatchLoadRequest(_message.Message):
 
     LOAD_ID_FIELD_NUMBER: _builtins.int
     AFTER_REVISION_FIELD_NUMBER: _builtins.int
+    CANCEL_WHEN_GONE_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Name of the load."""
     after_revision: _builtins.int
     """Send nothing until the load's revision is greater than this one."""
+    cancel_when_gone: _builtins.bool
+    """Cancel the load when this call ends before the load serves or has ended."""
     def __init__(
         self,
         *,
         load_id: _builtins.str = ...,
         after_revision: _builtins.int = ...,
+        cancel_when_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "load_id", b"load_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_revision", b"after_revision", "cancel_when_gone", b"cancel_when_gone", "load_id", b"load_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -816,16 +904,20 @@ class CancelLoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Name of the load."""
+    request_id: _builtins.str
+    """Repeating a request with the same id gives the same answer."""
     def __init__(
         self,
         *,
         load_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_id", b"load_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_id", b"load_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -862,16 +954,20 @@ class UnloadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Name of the load."""
+    request_id: _builtins.str
+    """Repeating a request with the same id gives the same answer."""
     def __init__(
         self,
         *,
         load_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_id", b"load_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_id", b"load_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -954,3 +1050,149 @@ class ListWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class GetWorkerRequest(_message.Message):
+    """Asks for one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorkerRequest: _TypeAlias = GetWorkerRequest  # noqa: Y015
+
+@_typing.final
+class GetWorkerResponse(_message.Message):
+    """One worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> _types_pb2.Worker:
+        """The worker."""
+
+    def __init__(
+        self,
+        *,
+        worker: _types_pb2.Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorkerResponse: _TypeAlias = GetWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    """Asks to give a worker no new load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker."""
+    request_id: _builtins.str
+    """Repeating a request with the same id gives the same answer."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    """Answer to DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> _types_pb2.Worker:
+        """The worker after the change."""
+
+    def __init__(
+        self,
+        *,
+        worker: _types_pb2.Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class UndrainWorkerRequest(_message.Message):
+    """Asks to let a drained worker take loads again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker."""
+    request_id: _builtins.str
+    """Repeating a request with the same id gives the same answer."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainWorkerRequest: _TypeAlias = UndrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UndrainWorkerResponse(_message.Message):
+    """Answer to UndrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> _types_pb2.Worker:
+        """The worker after the change."""
+
+    def __init__(
+        self,
+        *,
+        worker: _types_pb2.Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainWorkerResponse: _TypeAlias = UndrainWorkerResponse  # noqa: Y015

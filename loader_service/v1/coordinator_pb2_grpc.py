@@ -95,6 +95,21 @@ class CoordinatorServiceStub(object):
                 request_serializer=loader__service_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=loader__service_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetWorker = channel.unary_unary(
+                '/loader_service.v1.CoordinatorService/GetWorker',
+                request_serializer=loader__service_dot_v1_dot_coordinator__pb2.GetWorkerRequest.SerializeToString,
+                response_deserializer=loader__service_dot_v1_dot_coordinator__pb2.GetWorkerResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/loader_service.v1.CoordinatorService/DrainWorker',
+                request_serializer=loader__service_dot_v1_dot_coordinator__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=loader__service_dot_v1_dot_coordinator__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.UndrainWorker = channel.unary_unary(
+                '/loader_service.v1.CoordinatorService/UndrainWorker',
+                request_serializer=loader__service_dot_v1_dot_coordinator__pb2.UndrainWorkerRequest.SerializeToString,
+                response_deserializer=loader__service_dot_v1_dot_coordinator__pb2.UndrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -185,6 +200,27 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWorker(self, request, context):
+        """Returns one worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """Gives a worker no new load; a load that it holds stays. Outlives restarts of the worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainWorker(self, request, context):
+        """Lets a drained worker take loads again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -247,6 +283,21 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=loader__service_dot_v1_dot_coordinator__pb2.ListWorkersRequest.FromString,
                     response_serializer=loader__service_dot_v1_dot_coordinator__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'GetWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWorker,
+                    request_deserializer=loader__service_dot_v1_dot_coordinator__pb2.GetWorkerRequest.FromString,
+                    response_serializer=loader__service_dot_v1_dot_coordinator__pb2.GetWorkerResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=loader__service_dot_v1_dot_coordinator__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=loader__service_dot_v1_dot_coordinator__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'UndrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainWorker,
+                    request_deserializer=loader__service_dot_v1_dot_coordinator__pb2.UndrainWorkerRequest.FromString,
+                    response_serializer=loader__service_dot_v1_dot_coordinator__pb2.UndrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -574,6 +625,87 @@ class CoordinatorService(object):
             '/loader_service.v1.CoordinatorService/ListWorkers',
             loader__service_dot_v1_dot_coordinator__pb2.ListWorkersRequest.SerializeToString,
             loader__service_dot_v1_dot_coordinator__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loader_service.v1.CoordinatorService/GetWorker',
+            loader__service_dot_v1_dot_coordinator__pb2.GetWorkerRequest.SerializeToString,
+            loader__service_dot_v1_dot_coordinator__pb2.GetWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loader_service.v1.CoordinatorService/DrainWorker',
+            loader__service_dot_v1_dot_coordinator__pb2.DrainWorkerRequest.SerializeToString,
+            loader__service_dot_v1_dot_coordinator__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loader_service.v1.CoordinatorService/UndrainWorker',
+            loader__service_dot_v1_dot_coordinator__pb2.UndrainWorkerRequest.SerializeToString,
+            loader__service_dot_v1_dot_coordinator__pb2.UndrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,12 @@ class CoordinatorServiceStub:
     """Gives a committed load's memory back."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
     """Lists workers by id."""
+    GetWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetWorkerRequest, _coordinator_pb2.GetWorkerResponse]
+    """Returns one worker."""
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerResponse]
+    """Gives a worker no new load; a load that it holds stays. Outlives restarts of the worker."""
+    UndrainWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UndrainWorkerRequest, _coordinator_pb2.UndrainWorkerResponse]
+    """Lets a drained worker take loads again."""
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -87,6 +93,12 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Gives a committed load's memory back."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists workers by id."""
+    GetWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetWorkerRequest, _coordinator_pb2.GetWorkerResponse]  # type: ignore[assignment]
+    """Returns one worker."""
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Gives a worker no new load; a load that it holds stays. Outlives restarts of the worker."""
+    UndrainWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UndrainWorkerRequest, _coordinator_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
+    """Lets a drained worker take loads again."""
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Plans loads, streams checkpoints to workers and keeps track of both."""
@@ -186,5 +198,29 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_pb2.ListWorkersResponse]]:
         """Lists workers by id."""
+
+    @_abc_1.abstractmethod
+    def GetWorker(
+        self,
+        request: _coordinator_pb2.GetWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetWorkerResponse, _abc.Awaitable[_coordinator_pb2.GetWorkerResponse]]:
+        """Returns one worker."""
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _coordinator_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainWorkerResponse, _abc.Awaitable[_coordinator_pb2.DrainWorkerResponse]]:
+        """Gives a worker no new load; a load that it holds stays. Outlives restarts of the worker."""
+
+    @_abc_1.abstractmethod
+    def UndrainWorker(
+        self,
+        request: _coordinator_pb2.UndrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.UndrainWorkerResponse, _abc.Awaitable[_coordinator_pb2.UndrainWorkerResponse]]:
+        """Lets a drained worker take loads again."""
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

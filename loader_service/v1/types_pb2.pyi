@@ -125,6 +125,58 @@ WORKER_STATE_LOST: WorkerState.ValueType  # 4
 """The lease ran out."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _RankState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RankStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RANK_STATE_UNSPECIFIED: _RankState.ValueType  # 0
+    """Never sent by a server."""
+    RANK_STATE_WAITING: _RankState.ValueType  # 1
+    """Chosen; holds nothing yet."""
+    RANK_STATE_PREPARED: _RankState.ValueType  # 2
+    """Its buffers are allocated; no chunk has landed."""
+    RANK_STATE_RECEIVING: _RankState.ValueType  # 3
+    """Chunks are landing."""
+    RANK_STATE_VERIFIED: _RankState.ValueType  # 4
+    """Every slice's landed digest equals the expected one."""
+    RANK_STATE_COMMITTED: _RankState.ValueType  # 5
+    """Its slices are visible on the worker."""
+    RANK_STATE_LOST: _RankState.ValueType  # 6
+    """Committed, but its worker has been lost since."""
+    RANK_STATE_FAILED: _RankState.ValueType  # 7
+    """The load failed because of this rank."""
+    RANK_STATE_CANCELLED: _RankState.ValueType  # 8
+    """The load ended for a reason elsewhere, and this rank gave its memory back."""
+    RANK_STATE_RELEASED: _RankState.ValueType  # 9
+    """Its memory was given back by Unload."""
+
+class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper):
+    """State of one rank of a load."""
+
+RANK_STATE_UNSPECIFIED: RankState.ValueType  # 0
+"""Never sent by a server."""
+RANK_STATE_WAITING: RankState.ValueType  # 1
+"""Chosen; holds nothing yet."""
+RANK_STATE_PREPARED: RankState.ValueType  # 2
+"""Its buffers are allocated; no chunk has landed."""
+RANK_STATE_RECEIVING: RankState.ValueType  # 3
+"""Chunks are landing."""
+RANK_STATE_VERIFIED: RankState.ValueType  # 4
+"""Every slice's landed digest equals the expected one."""
+RANK_STATE_COMMITTED: RankState.ValueType  # 5
+"""Its slices are visible on the worker."""
+RANK_STATE_LOST: RankState.ValueType  # 6
+"""Committed, but its worker has been lost since."""
+RANK_STATE_FAILED: RankState.ValueType  # 7
+"""The load failed because of this rank."""
+RANK_STATE_CANCELLED: RankState.ValueType  # 8
+"""The load ended for a reason elsewhere, and this rank gave its memory back."""
+RANK_STATE_RELEASED: RankState.ValueType  # 9
+"""Its memory was given back by Unload."""
+Global___RankState: _TypeAlias = RankState  # noqa: Y015
+
 class _WorkerLoadState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -328,6 +380,9 @@ class RankProgress(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     BYTES_BY_SOURCE_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    IDLE_DURATION_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Position in the tensor-parallel group."""
     replica: _builtins.int
@@ -348,9 +403,17 @@ class RankProgress(_message.Message):
     """Data lanes that UCX uses for this rank, as ucp_ep_query names them."""
     verified: _builtins.bool
     """True once every slice's landed digest equals the expected one."""
+    state: Global___RankState.ValueType
+    """Where the rank stands."""
+    stalled: _builtins.bool
+    """No chunk has landed for the coordinator's stall limit although some are missing."""
     @_builtins.property
     def bytes_by_source(self) -> Global___BytesBySource:
         """Where the landed bytes came from."""
+
+    @_builtins.property
+    def idle_duration(self) -> _duration_pb2.Duration:
+        """Since the last chunk landed; only while chunks are expected."""
 
     def __init__(
         self,
@@ -366,10 +429,13 @@ class RankProgress(_message.Message):
         transport: _builtins.str = ...,
         bytes_by_source: Global___BytesBySource | None = ...,
         verified: _builtins.bool = ...,
+        state: Global___RankState.ValueType = ...,
+        idle_duration: _duration_pb2.Duration | None = ...,
+        stalled: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes_by_source", b"bytes_by_source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bytes_by_source", b"bytes_by_source", "idle_duration", b"idle_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_source", b"bytes_by_source", "bytes_per_second", b"bytes_per_second", "done_bytes", b"done_bytes", "rank", b"rank", "replica", b"replica", "resident_bytes", b"resident_bytes", "tensor_count", b"tensor_count", "total_bytes", b"total_bytes", "transport", b"transport", "verified", b"verified", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_by_source", b"bytes_by_source", "bytes_per_second", b"bytes_per_second", "done_bytes", b"done_bytes", "idle_duration", b"idle_duration", "rank", b"rank", "replica", b"replica", "resident_bytes", b"resident_bytes", "stalled", b"stalled", "state", b"state", "tensor_count", b"tensor_count", "total_bytes", b"total_bytes", "transport", b"transport", "verified", b"verified", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +515,10 @@ class Load(_message.Message):
     TRANSFER_DURATION_FIELD_NUMBER: _builtins.int
     TOTAL_DURATION_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    SLOWEST_RANK_FIELD_NUMBER: _builtins.int
+    ETA_DURATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Name of the load."""
     state: Global___LoadState.ValueType
@@ -469,6 +539,12 @@ class Load(_message.Message):
     """Device bytes over all ranks."""
     revision: _builtins.int
     """Grows with every change of this message."""
+    progress: _builtins.float
+    """Share of the rank that has come least far, from 0 to 1; 1 only once every rank is committed."""
+    slowest_rank: _builtins.int
+    """Rank that has come least far; only while chunks are expected."""
+    owner: _builtins.str
+    """Identity that asked for the load."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProgress]:
         """The ranks, ordered by replica and rank."""
@@ -493,6 +569,10 @@ class Load(_message.Message):
     def total_duration(self) -> _duration_pb2.Duration:
         """From the accepted request to the terminal or serving state, or until now."""
 
+    @_builtins.property
+    def eta_duration(self) -> _duration_pb2.Duration:
+        """Until the last rank has landed, at the present rates; absent while a rank stands still."""
+
     def __init__(
         self,
         *,
@@ -512,12 +592,18 @@ class Load(_message.Message):
         transfer_duration: _duration_pb2.Duration | None = ...,
         total_duration: _duration_pb2.Duration | None = ...,
         revision: _builtins.int = ...,
+        progress: _builtins.float = ...,
+        slowest_rank: _builtins.int | None = ...,
+        eta_duration: _duration_pb2.Duration | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "failure", b"failure", "total_duration", b"total_duration", "transfer_duration", b"transfer_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slowest_rank", b"_slowest_rank", "create_time", b"create_time", "eta_duration", b"eta_duration", "failure", b"failure", "slowest_rank", b"slowest_rank", "total_duration", b"total_duration", "transfer_duration", b"transfer_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "create_time", b"create_time", "failure", b"failure", "load_id", b"load_id", "path", b"path", "ranks", b"ranks", "replicas", b"replicas", "resident_bytes", b"resident_bytes", "revision", b"revision", "source_bytes", b"source_bytes", "state", b"state", "total_duration", b"total_duration", "tp", b"tp", "transfer_duration", b"transfer_duration", "warnings", b"warnings", "wire_bytes", b"wire_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slowest_rank", b"_slowest_rank", "architecture", b"architecture", "create_time", b"create_time", "eta_duration", b"eta_duration", "failure", b"failure", "load_id", b"load_id", "owner", b"owner", "path", b"path", "progress", b"progress", "ranks", b"ranks", "replicas", b"replicas", "resident_bytes", b"resident_bytes", "revision", b"revision", "slowest_rank", b"slowest_rank", "source_bytes", b"source_bytes", "state", b"state", "total_duration", b"total_duration", "tp", b"tp", "transfer_duration", b"transfer_duration", "warnings", b"warnings", "wire_bytes", b"wire_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__slowest_rank: _TypeAlias = _typing.Literal["slowest_rank"]  # noqa: Y015
+    _WhichOneofArgType__slowest_rank: _TypeAlias = _typing.Literal["_slowest_rank", b"_slowest_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slowest_rank) -> _WhichOneofReturnType__slowest_rank | None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
 

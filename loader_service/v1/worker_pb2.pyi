@@ -43,17 +43,85 @@ class GetStatusResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WorkerStatus:
+        """The status now."""
+
+    def __init__(
+        self,
+        *,
+        status: Global___WorkerStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class WatchStatusRequest(_message.Message):
+    """Asks to follow a worker's status."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStatusRequest: _TypeAlias = WatchStatusRequest  # noqa: Y015
+
+@_typing.final
+class WatchStatusResponse(_message.Message):
+    """A worker's status after a change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WorkerStatus:
+        """The whole status."""
+
+    def __init__(
+        self,
+        *,
+        status: Global___WorkerStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
+
+@_typing.final
+class WorkerStatus(_message.Message):
+    """What a worker says of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker."""
     incarnation: _builtins.str
     """One life of the worker process."""
     device: _builtins.str
     """Device that the worker loads to."""
+    registered: _builtins.bool
+    """Whether the coordinator has answered within the lease."""
     @_builtins.property
     def memory(self) -> _types_pb2.MemoryUsage:
         """Device memory now."""
@@ -70,14 +138,15 @@ class GetStatusResponse(_message.Message):
         device: _builtins.str = ...,
         memory: _types_pb2.MemoryUsage | None = ...,
         loads: _abc.Iterable[_coordinator_pb2.WorkerLoad] | None = ...,
+        registered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "incarnation", b"incarnation", "loads", b"loads", "memory", b"memory", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "incarnation", b"incarnation", "loads", b"loads", "memory", b"memory", "registered", b"registered", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class ListTensorsRequest(_message.Message):

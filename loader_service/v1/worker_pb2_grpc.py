@@ -40,6 +40,11 @@ class WorkerServiceStub(object):
                 request_serializer=loader__service_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=loader__service_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchStatus = channel.unary_stream(
+                '/loader_service.v1.WorkerService/WatchStatus',
+                request_serializer=loader__service_dot_v1_dot_worker__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=loader__service_dot_v1_dot_worker__pb2.WatchStatusResponse.FromString,
+                _registered_method=True)
         self.ListTensors = channel.unary_unary(
                 '/loader_service.v1.WorkerService/ListTensors',
                 request_serializer=loader__service_dot_v1_dot_worker__pb2.ListTensorsRequest.SerializeToString,
@@ -68,6 +73,13 @@ class WorkerServiceServicer(object):
 
     def GetStatus(self, request, context):
         """Returns the worker's memory and loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStatus(self, request, context):
+        """Sends the worker's status as it is, then coalesced changes, until the caller leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +120,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=loader__service_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=loader__service_dot_v1_dot_worker__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
+                    request_deserializer=loader__service_dot_v1_dot_worker__pb2.WatchStatusRequest.FromString,
+                    response_serializer=loader__service_dot_v1_dot_worker__pb2.WatchStatusResponse.SerializeToString,
             ),
             'ListTensors': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTensors,
@@ -158,6 +175,33 @@ class WorkerService(object):
             '/loader_service.v1.WorkerService/GetStatus',
             loader__service_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
             loader__service_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/loader_service.v1.WorkerService/WatchStatus',
+            loader__service_dot_v1_dot_worker__pb2.WatchStatusRequest.SerializeToString,
+            loader__service_dot_v1_dot_worker__pb2.WatchStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

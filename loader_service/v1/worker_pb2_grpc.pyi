@@ -35,6 +35,8 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """Returns the worker's memory and loads."""
+    WatchStatus: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]
+    """Sends the worker's status as it is, then coalesced changes, until the caller leaves."""
     ListTensors: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListTensorsRequest, _worker_pb2.ListTensorsResponse]
     """Lists the slices of a committed load by name."""
     PrepareLoad: _grpc.StreamUnaryMultiCallable[_worker_pb2.PrepareLoadRequest, _worker_pb2.PrepareLoadResponse]
@@ -51,6 +53,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Returns the worker's memory and loads."""
+    WatchStatus: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchStatusRequest, _worker_pb2.WatchStatusResponse]  # type: ignore[assignment]
+    """Sends the worker's status as it is, then coalesced changes, until the caller leaves."""
     ListTensors: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListTensorsRequest, _worker_pb2.ListTensorsResponse]  # type: ignore[assignment]
     """Lists the slices of a committed load by name."""
     PrepareLoad: _aio.StreamUnaryMultiCallable[_worker_pb2.PrepareLoadRequest, _worker_pb2.PrepareLoadResponse]  # type: ignore[assignment]
@@ -70,6 +74,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
         """Returns the worker's memory and loads."""
+
+    @_abc_1.abstractmethod
+    def WatchStatus(
+        self,
+        request: _worker_pb2.WatchStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchStatusResponse], _abc.AsyncIterator[_worker_pb2.WatchStatusResponse]]:
+        """Sends the worker's status as it is, then coalesced changes, until the caller leaves."""
 
     @_abc_1.abstractmethod
     def ListTensors(

@@ -1,0 +1,282 @@
+"""The calling side of gRPC: how a channel is opened, secured and kept, and what its errors mean.
+
+Imports nothing but grpcio and protobuf, so that other services can call this one with a small
+install.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from loader_service import addresses, errors, tls_diagnosis
+from loader_service.errors import InternalError, InvalidRequest, LoaderError
+from loader_service.v1 import types_pb2
+
+__all__ = [
+    "FAILURE_KEY",
+    "REQUEST_ID_KEY",
+    "AsyncEndpoint",
+    "ChannelSecurity",
+    "SyncEndpoint",
+    "from_rpc_error",
+    "is_loopback",
+]
+
+FAILURE_KEY = "loader-failure-bin"
+"""Trailing metadata that carries an error of this project as a `Failure` message."""
+
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata that names a call in the logs of both sides."""
+
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            # Every method of the coordinator may be repeated: readers change nothing, workers are
+            # known by their incarnation, and what changes something carries a request id.
+            "name": [{"service": "loader_service.v1.CoordinatorService"}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+}
+_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.enable_retries", 1),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    # Workers and coordinators are reached directly; a proxy for the web must not get their calls.
+    ("grpc.enable_http_proxy", 0),
+    # A connection whose other end has vanished is noticed while a call waits on it.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+_Stub = TypeVar("_Stub")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelSecurity:
+    """How a caller checks whom it calls and shows who it is itself. All files are PEM.
+
+    Changed files count from the next call on.
+
+    Attributes:
+        tls: use TLS even without a file below, trusting the machine's authorities.
+        ca_cert: authorities that sign servers' certificates.
+        cert: certificate chain that the caller shows (mTLS).
+        key: private key of `cert`.
+        server_name: name expected in the server's certificate instead of the dialled host; for tests
+            and tunnels.
+        token_file: file with a bearer token.
+    """
+
+    tls: bool = False
+    ca_cert: str = ""
+    cert: str = ""
+    key: str = ""
+    server_name: str = ""
+    token_file: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a certificate without its key and the other way round."""
+        if bool(self.cert) != bool(self.key):
+            raise InvalidRequest("a certificate and its key go together", field="tls_key")
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the channel is encrypted."""
+        return self.tls or bool(self.ca_cert or self.cert)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files.
+
+        Raises:
+            InvalidRequest: FILE_UNREADABLE.
+        """
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_cert),
+            private_key=_read(self.key),
+            certificate_chain=_read(self.cert),
+        )
+
+    def stamp(self) -> tuple[int, ...]:
+        """Return a value that changes with the certificate files."""
+        stamps = []
+        for name in filter(None, (self.ca_cert, self.cert, self.key)):
+            try:
+                stamps.append(Path(name).stat().st_mtime_ns)
+            except OSError:
+                stamps.append(0)
+        return tuple(stamps)
+
+    def token(self) -> str:
+        """Read the bearer token; empty without a file.
+
+        Raises:
+            InvalidRequest: FILE_UNREADABLE.
+        """
+        text = _read(self.token_file)
+        return text.decode("ascii", "replace").strip() if text else ""
+
+
+def _read(name: str) -> bytes | None:
+    if not name:
+        return None
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(
+            f"{name} cannot be read: {error.strerror}", reason="FILE_UNREADABLE", file=name
+        ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a host can only be reached from the same machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Endpoint(Generic[_Stub]):
+    """One server as its callers see it: a channel that is opened anew when certificates change."""
+
+    def __init__(
+        self, address: str, security: ChannelSecurity, stub: Callable[[Any], _Stub]
+    ) -> None:
+        """Describe the server; nothing is sent or read yet.
+
+        Args:
+            address: `HOST:PORT`.
+            security: how both sides show who they are.
+            stub: class of the service's generated stub.
+
+        Raises:
+            InvalidRequest: the address is none, or TOKEN_NEEDS_TLS for a token that would travel in
+                the clear.
+        """
+        host, _ = addresses.split(address)
+        if security.token_file and not security.uses_tls and not is_loopback(host):
+            raise InvalidRequest(
+                f"a token is sent to {host} over TLS only; give a CA certificate too",
+                reason="TOKEN_NEEDS_TLS",
+                field="token_file",
+            )
+        self.address = address
+        self.security = security
+        self._make_stub = stub
+        self._stamp: tuple[int, ...] = ()
+        self._channels: list[Any] = []
+        self._stub: _Stub | None = None
+
+    @property
+    def stub(self) -> _Stub:
+        """The stub to make the next call with.
+
+        Raises:
+            InvalidRequest: FILE_UNREADABLE.
+        """
+        stamp = self.security.stamp()
+        if self._stub is None or stamp != self._stamp:
+            # Calls under way keep the channel that they began on until the endpoint is closed.
+            channel = self._open()
+            self._channels.append(channel)
+            self._stub = self._make_stub(channel)
+            self._stamp = stamp
+        return self._stub
+
+    def metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
+        """Return what every call carries: the bearer token and the request's id, where there are any.
+
+        Raises:
+            InvalidRequest: FILE_UNREADABLE.
+        """
+        entries = []
+        if token := self.security.token():
+            entries.append(("authorization", f"Bearer {token}"))
+        if request_id:
+            entries.append((REQUEST_ID_KEY, request_id))
+        return tuple(entries)
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _options(self) -> tuple[tuple[str, int | str], ...]:
+        if self.security.server_name:
+            return (*_OPTIONS, ("grpc.ssl_target_name_override", self.security.server_name))
+        return _OPTIONS
+
+    def _explained(self, error: LoaderError) -> LoaderError:
+        if isinstance(error, errors.ServiceUnavailable):
+            return tls_diagnosis.explain(self.address, self.security) or error
+        return error
+
+
+class AsyncEndpoint(_Endpoint[_Stub]):
+    """A server called from asyncio; `close` it."""
+
+    def _open(self) -> grpc.aio.Channel:
+        if self.security.uses_tls:
+            return grpc.aio.secure_channel(
+                self.address, self.security.credentials(), options=self._options()
+            )
+        return grpc.aio.insecure_channel(self.address, options=self._options())
+
+    async def translate(self, error: grpc.RpcError) -> LoaderError:
+        """Return what a call's error means; for an unreachable server look at its TLS too."""
+        return await asyncio.to_thread(self._explained, from_rpc_error(error))
+
+    async def close(self) -> None:
+        """Close every channel; repeating it is harmless."""
+        for channel in self._channels:
+            await channel.close()
+
+
+class SyncEndpoint(_Endpoint[_Stub]):
+    """A server called from ordinary code, also from several threads; `close` it."""
+
+    def _open(self) -> grpc.Channel:
+        if self.security.uses_tls:
+            return grpc.secure_channel(
+                self.address, self.security.credentials(), options=self._options()
+            )
+        return grpc.insecure_channel(self.address, options=self._options())
+
+    def translate(self, error: grpc.RpcError) -> LoaderError:
+        """Return what a call's error means; for an unreachable server look at its TLS too."""
+        return self._explained(from_rpc_error(error))
+
+    def close(self) -> None:
+        """Close every channel; repeating it is harmless."""
+        for channel in self._channels:
+            channel.close()
+
+
+def from_rpc_error(error: grpc.RpcError) -> LoaderError:
+    """Return the error that the server raised, or one for what happened on the way."""
+    for key, value in error.trailing_metadata() or ():
+        if key == FAILURE_KEY:
+            failure = types_pb2.Failure.FromString(value)
+            return errors.from_fields(failure.reason, failure.message, failure.metadata)
+    details = error.details()
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.ServiceUnavailable(details or "the server cannot be reached")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(details or "the answer did not come in time")
+    return InternalError(
+        details or "the call failed without a text", grpc_status=error.code().name
+    )

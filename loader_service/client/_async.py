@@ -1,0 +1,308 @@
+"""The client for asyncio. `_sync.py` is made from this file by `make generate`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from loader_service.channel import AsyncEndpoint, ChannelSecurity
+from loader_service.errors import ServiceUnavailable, WorkerNotFound
+from loader_service.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+__all__ = ["AsyncLoaderClient"]
+
+DEFAULT_TIMEOUT_SECONDS = 10.0
+READING_TIMEOUT_SECONDS = 60.0
+"""Least deadline of calls that read a checkpoint's headers, which may lie on slow storage."""
+
+SHA256_TIMEOUT_SECONDS = 300.0
+"""Least deadline of calls that hash tensors."""
+
+_MAX_PAGE = 10_000
+_SHA256_PAGE = 16
+"""Tensors a page when each has to be hashed first, so that a page stays within its deadline."""
+
+
+class AsyncLoaderClient:
+    """Calls one coordinator, from one event loop. An async context manager.
+
+    Every method raises the `LoaderError` that the server raised, `ServiceUnavailable` when it cannot
+    be reached, `DeadlineExceeded` when it does not answer in time, and `Unauthenticated` when one
+    side does not accept the other. Calls that fail because the server cannot be reached are tried
+    again for about a second; what changes something carries a request id, so that it happens once.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        security: ChannelSecurity | None = None,
+    ) -> None:
+        """Describe the coordinator; nothing is sent yet.
+
+        Args:
+            endpoint: `HOST:PORT` of the coordinator.
+            timeout_seconds: deadline of a call; calls that read or hash have longer ones, those that
+                follow something have none.
+            security: TLS and token; None is for a coordinator on this machine that wants neither.
+
+        Raises:
+            InvalidRequest: the endpoint is no address, or a token would travel in the clear.
+        """
+        self._timeout = timeout_seconds
+        self._security = security or ChannelSecurity()
+        self._coordinator = AsyncEndpoint(
+            endpoint, self._security, coordinator_pb2_grpc.CoordinatorServiceStub
+        )
+
+    async def __aenter__(self) -> AsyncLoaderClient:
+        """Return the client; leaving the block closes it."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the client."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; repeating it is harmless."""
+        await self._coordinator.close()
+
+    # Loads
+
+    async def load(
+        self,
+        path: str,
+        tp: int = 1,
+        *,
+        worker_ids: Sequence[str] = (),
+        wait_for_workers_seconds: float = 0.0,
+        options: types_pb2.PlanOptions | None = None,
+        request_id: str = "",
+    ) -> types_pb2.Load:
+        """Start a load and return it as it was accepted; `watch` tells how it goes on.
+
+        Args:
+            path: checkpoint on the coordinator, relative to its model root or absolute inside it.
+            tp: ranks of the tensor-parallel group.
+            worker_ids: workers in rank order; empty lets the coordinator choose idle ones.
+            wait_for_workers_seconds: how long the load may wait for idle workers.
+            options: how to read and cut.
+            request_id: repeating a call with the same id returns the same load; empty makes one up.
+        """
+        request = coordinator_pb2.LoadRequest(
+            path=path,
+            tp=tp,
+            worker_ids=worker_ids,
+            options=options,
+            request_id=request_id or _new_id(),
+        )
+        request.wait_for_workers_duration.FromNanoseconds(int(wait_for_workers_seconds * 1e9))
+        return (await self._call(self._coordinator, "Load", request)).load
+
+    async def get_load(self, load_id: str) -> types_pb2.Load:
+        """Return one load."""
+        request = coordinator_pb2.GetLoadRequest(load_id=load_id)
+        return (await self._call(self._coordinator, "GetLoad", request)).load
+
+    async def list_loads(self) -> list[types_pb2.Load]:
+        """Return all loads, newest first."""
+        request = coordinator_pb2.ListLoadsRequest()
+        pages = self._pages(self._coordinator, "ListLoads", request)
+        return [load async for page in pages for load in page.loads]
+
+    async def watch(
+        self, load_id: str, *, cancel_when_gone: bool = False
+    ) -> AsyncIterator[types_pb2.Load]:
+        """Yield the load as it is, then at every change, until it serves or has ended.
+
+        A connection that breaks on the way is opened again; nothing is yielded twice.
+
+        Args:
+            load_id: name of the load.
+            cancel_when_gone: have the coordinator cancel the load when this caller goes away, however
+                it goes, before the load serves or has ended.
+        """
+        request = coordinator_pb2.WatchLoadRequest(
+            load_id=load_id, cancel_when_gone=cancel_when_gone
+        )
+        while True:
+            advanced = False
+            call = self._coordinator.stub.WatchLoad(
+                request, metadata=self._coordinator.metadata(_new_id())
+            )
+            try:
+                async for response in call:
+                    request.after_revision = response.load.revision
+                    advanced = True
+                    yield response.load
+                return
+            except grpc.RpcError as error:
+                failure = await self._coordinator.translate(error)
+                if not (advanced and isinstance(failure, ServiceUnavailable)):
+                    raise failure from error
+            finally:
+                call.cancel()
+
+    async def cancel(self, load_id: str, *, request_id: str = "") -> types_pb2.Load:
+        """End a load that is not committed; return it after it has ended."""
+        request = coordinator_pb2.CancelLoadRequest(
+            load_id=load_id, request_id=request_id or _new_id()
+        )
+        return (await self._call(self._coordinator, "CancelLoad", request)).load
+
+    async def unload(self, load_id: str, *, request_id: str = "") -> types_pb2.Load:
+        """Give a committed load back; return it after the memory is free."""
+        request = coordinator_pb2.UnloadRequest(load_id=load_id, request_id=request_id or _new_id())
+        return (await self._call(self._coordinator, "Unload", request)).load
+
+    async def list_tensors(
+        self, load_id: str, *, include_sha256: bool = False
+    ) -> dict[int, list[types_pb2.TensorSlice]]:
+        """Return the slices of a committed load by rank, as the workers themselves report them."""
+        load = await self.get_load(load_id)
+        workers = {worker.worker_id: worker.address for worker in await self.list_workers()}
+        request = worker_pb2.ListTensorsRequest(
+            load_id=load_id,
+            include_sha256=include_sha256,
+            page_size=_SHA256_PAGE if include_sha256 else _MAX_PAGE,
+        )
+        least = SHA256_TIMEOUT_SECONDS if include_sha256 else 0.0
+        slices: dict[int, list[types_pb2.TensorSlice]] = {}
+        for rank in load.ranks:
+            if rank.worker_id not in workers:
+                raise WorkerNotFound(
+                    f"worker {rank.worker_id!r} of load {load_id} has left",
+                    worker_id=rank.worker_id,
+                )
+            worker = AsyncEndpoint(
+                workers[rank.worker_id], self._security, worker_pb2_grpc.WorkerServiceStub
+            )
+            try:
+                pages = self._pages(worker, "ListTensors", request, least)
+                slices[rank.rank] = [tensor async for page in pages for tensor in page.tensors]
+            finally:
+                await worker.close()
+        return slices
+
+    # Workers
+
+    async def list_workers(self) -> list[types_pb2.Worker]:
+        """Return all workers by id."""
+        request = coordinator_pb2.ListWorkersRequest()
+        pages = self._pages(self._coordinator, "ListWorkers", request)
+        return [worker async for page in pages for worker in page.workers]
+
+    async def get_worker(self, worker_id: str) -> types_pb2.Worker:
+        """Return one worker."""
+        request = coordinator_pb2.GetWorkerRequest(worker_id=worker_id)
+        return (await self._call(self._coordinator, "GetWorker", request)).worker
+
+    async def drain_worker(self, worker_id: str, *, request_id: str = "") -> types_pb2.Worker:
+        """Give a worker no new load; one that it holds stays."""
+        request = coordinator_pb2.DrainWorkerRequest(
+            worker_id=worker_id, request_id=request_id or _new_id()
+        )
+        return (await self._call(self._coordinator, "DrainWorker", request)).worker
+
+    async def undrain_worker(self, worker_id: str, *, request_id: str = "") -> types_pb2.Worker:
+        """Let a drained worker take loads again."""
+        request = coordinator_pb2.UndrainWorkerRequest(
+            worker_id=worker_id, request_id=request_id or _new_id()
+        )
+        return (await self._call(self._coordinator, "UndrainWorker", request)).worker
+
+    # Checkpoints
+
+    async def inspect(
+        self, path: str, *, allow_trailing_bytes: bool = False
+    ) -> coordinator_pb2.InspectCheckpointResponse:
+        """Return a checkpoint's headers with all tensors."""
+        request = coordinator_pb2.InspectCheckpointRequest(
+            path=path, allow_trailing_bytes=allow_trailing_bytes, page_size=_MAX_PAGE
+        )
+        joined = coordinator_pb2.InspectCheckpointResponse()
+        async for page in self._pages(
+            self._coordinator, "InspectCheckpoint", request, READING_TIMEOUT_SECONDS
+        ):
+            _join(joined, page)
+        return joined
+
+    async def plan(
+        self,
+        path: str,
+        tp: int = 1,
+        *,
+        worker_ids: Sequence[str] = (),
+        options: types_pb2.PlanOptions | None = None,
+        include_tensors: bool = False,
+    ) -> coordinator_pb2.PlanLoadResponse:
+        """Return what a load would do and whether it would be admitted; nothing is allocated."""
+        request = coordinator_pb2.PlanLoadRequest(
+            path=path,
+            tp=tp,
+            worker_ids=worker_ids,
+            options=options,
+            include_tensors=include_tensors,
+            page_size=_MAX_PAGE,
+        )
+        joined = coordinator_pb2.PlanLoadResponse()
+        async for page in self._pages(
+            self._coordinator, "PlanLoad", request, READING_TIMEOUT_SECONDS
+        ):
+            _join(joined, page)
+        return joined
+
+    # Calls
+
+    async def _call(
+        self, endpoint: AsyncEndpoint[Any], method: str, request: Any, least_timeout: float = 0.0
+    ) -> Any:
+        """Make one call; its deadline is the client's, or `least_timeout` where that is longer."""
+        try:
+            return await getattr(endpoint.stub, method)(
+                request,
+                timeout=max(self._timeout, least_timeout),
+                metadata=endpoint.metadata(_new_id()),
+            )
+        except grpc.RpcError as error:
+            raise await endpoint.translate(error) from error
+
+    async def _pages(
+        self, endpoint: AsyncEndpoint[Any], method: str, request: Any, least_timeout: float = 0.0
+    ) -> AsyncIterator[Any]:
+        """Yield the pages of a list."""
+        request = type(request).FromString(request.SerializeToString())
+        while True:
+            page = await self._call(endpoint, method, request, least_timeout)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _join(joined: Any, page: Any) -> None:
+    """Add a page's tensors to those of the pages before; everything else is the same on each."""
+    if joined.ByteSize():
+        joined.tensors.extend(page.tensors)
+    else:
+        joined.MergeFrom(page)
+    joined.next_page_token = ""

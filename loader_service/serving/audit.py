@@ -1,0 +1,70 @@
+"""The audit log: one JSON line for every call that changes something, refused ones included."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+__all__ = ["AuditLog"]
+
+_log = logging.getLogger(__name__)
+
+_FIELDS = ("load_id", "worker_id", "path", "tp", "worker_ids", "address")
+
+
+class AuditLog:
+    """Appends to a file, or to the process's log without one.
+
+    The file is opened for every line, so that it can be moved away at any time.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Write to `path`; an empty one is the process's log.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._path = Path(path) if path else None
+        if self._path is not None:
+            self._path.touch(mode=0o600)
+
+    def write(
+        self,
+        *,
+        method: str,
+        identity: str,
+        peer: str,
+        request_id: str,
+        code: grpc.StatusCode,
+        reason: str,
+        request: Any,
+    ) -> None:
+        """Record a call; a log that cannot be written is reported, and the call goes on."""
+        entry: dict[str, Any] = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            "identity": identity,
+            "peer": peer,
+            "method": method.rpartition("/")[2],
+            "requestId": request_id,
+            "code": code.name,
+        }
+        if reason:
+            entry["reason"] = reason
+        for field in _FIELDS:
+            value = getattr(request, field, None)
+            if value:
+                entry[field] = value if isinstance(value, str | int) else list(value)
+        line = json.dumps(entry)
+        if self._path is None:
+            _log.info("%s", line)
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            _log.error("the audit log cannot be written: %s; %s", error, line)

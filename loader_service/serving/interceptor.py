@@ -1,0 +1,246 @@
+"""What happens around every call: who calls, may they, how long, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from loader_service.channel import REQUEST_ID_KEY
+from loader_service.errors import (
+    DeadlineExceeded,
+    InternalError,
+    LoaderError,
+    QuotaExceeded,
+)
+from loader_service.serving import access
+from loader_service.serving.access import CHANGING_METHODS, LOCAL, OPEN_METHODS, Access, Identity
+from loader_service.serving.audit import AuditLog
+from loader_service.serving.metrics import Metrics
+from loader_service.serving.status import trailing_metadata
+
+__all__ = ["CallInterceptor"]
+
+_log = logging.getLogger(__name__)
+_access_log = logging.getLogger("loader_service.calls")
+
+LEAST_SECONDS = 0.005
+"""A call with less time left is refused: it would change something and could not say so."""
+
+MOST_SECONDS = 600.0
+"""How long a unary call may take that has no deadline of its own."""
+
+_QUIET = ("/grpc.health.v1.Health/", "/loader_service.v1.CoordinatorService/Heartbeat")
+"""Calls that come all the time; they are logged for debugging only."""
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
+_NOBODY = Identity("anonymous", frozenset())
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler; one per server."""
+
+    def __init__(
+        self,
+        access_control: Access | None,
+        audit_log: AuditLog,
+        metrics: Metrics,
+        max_streams: int,
+    ) -> None:
+        """Share one set of counters among all calls.
+
+        Args:
+            access_control: tells callers apart; None lets everybody do everything.
+            audit_log: records calls that change something.
+            metrics: counts calls.
+            max_streams: most response streams (watches) that one identity may have open.
+        """
+        self._access = access_control
+        self._audit_log = audit_log
+        self._metrics = metrics
+        self._max_streams = max_streams
+        self._streams: collections.Counter[str] = collections.Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the method's handler; methods that nobody serves have none."""
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        codec = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            if handler.request_streaming:
+                stream = self._streaming(details.method, "bidi_stream", handler.stream_stream)
+                return grpc.stream_stream_rpc_method_handler(stream, **codec)
+            stream = self._streaming(details.method, "server_stream", handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(stream, **codec)
+        if handler.request_streaming:
+            single = self._single(details.method, "client_stream", handler.stream_unary)
+            return grpc.stream_unary_rpc_method_handler(single, **codec)
+        single = self._single(details.method, "unary", handler.unary_unary)
+        return grpc.unary_unary_rpc_method_handler(single, **codec)
+
+    def _single(self, method: str, kind: str, behavior: Any) -> Any:
+        async def handle(request: Any, context: _Context) -> Any:
+            call = _Call(method, kind, request, context)
+            try:
+                with self._recorded(call):
+                    await self._admit(call)
+                    # gRPC itself cancels a call whose own deadline has passed.
+                    async with asyncio.timeout(MOST_SECONDS):
+                        return await behavior(request, context)
+            except Exception as error:  # noqa: BLE001 - the boundary of a call
+                await _abort(context, error)
+
+        return handle
+
+    def _streaming(self, method: str, kind: str, behavior: Any) -> Any:
+        async def handle(request: Any, context: _Context) -> AsyncIterator[Any]:
+            call = _Call(method, kind, request, context)
+            try:
+                with self._recorded(call):
+                    await self._admit(call)
+                    with self._counted(call.identity):
+                        async for response in behavior(request, context):
+                            yield response
+            except Exception as error:  # noqa: BLE001 - the boundary of a call
+                await _abort(context, error)
+
+        return handle
+
+    async def _admit(self, call: _Call) -> None:
+        """Find out who calls, and refuse what they may not do or have no time for."""
+        remaining = call.context.time_remaining()
+        if remaining is not None and remaining < LEAST_SECONDS:
+            raise DeadlineExceeded("the deadline leaves no time to do anything")
+        if call.method in OPEN_METHODS:
+            return
+        call.identity = LOCAL
+        if self._access is not None:
+            call.identity = await self._access.identify(_certificate_names(call), _token(call))
+            roles = access.METHOD_ROLES.get(call.method, frozenset())
+            access.require(call.identity, roles, call.method.rpartition("/")[2])
+        access.caller.set(call.identity)
+
+    @contextlib.contextmanager
+    def _counted(self, identity: Identity) -> Iterator[None]:
+        """Count an open response stream."""
+        if self._streams[identity.name] >= self._max_streams:
+            raise QuotaExceeded(
+                f"{identity.name!r} has {self._max_streams} streams open, which is the most",
+                identity=identity.name,
+            )
+        self._streams[identity.name] += 1
+        try:
+            yield
+        finally:
+            self._streams[identity.name] -= 1
+
+    @contextlib.contextmanager
+    def _recorded(self, call: _Call) -> Iterator[None]:
+        """Count the call, and write it to the access log and to the audit log."""
+        self._metrics.call_started(call.kind, call.method)
+        code, reason = grpc.StatusCode.OK, ""
+        try:
+            yield
+        except BaseException as error:
+            code, reason = _outcome(call, error)
+            raise
+        finally:
+            seconds = time.monotonic() - call.started
+            self._metrics.call_ended(call.kind, call.method, code, seconds)
+            _access_log.log(
+                logging.DEBUG if call.method.startswith(_QUIET) else logging.INFO,
+                "%s %s%s %.1f ms identity=%s peer=%s request=%s",
+                call.method.rpartition("/")[2],
+                code.name,
+                f" {reason}" if reason else "",
+                seconds * 1e3,
+                call.identity.name,
+                call.context.peer(),
+                call.request_id,
+            )
+            if call.method in CHANGING_METHODS:
+                self._audit_log.write(
+                    method=call.method,
+                    identity=call.identity.name,
+                    peer=call.context.peer(),
+                    request_id=call.request_id,
+                    code=code,
+                    reason=reason,
+                    request=call.request,
+                )
+
+
+class _Call:
+    """One call on its way through the interceptor."""
+
+    def __init__(self, method: str, kind: str, request: Any, context: _Context) -> None:
+        self.method = method
+        self.kind = kind
+        self.request = request
+        self.context = context
+        self.metadata = dict(context.invocation_metadata() or ())
+        given = str(self.metadata.get(REQUEST_ID_KEY, ""))
+        # What a caller writes into the log is checked, so that it cannot forge lines.
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.identity = _NOBODY
+        self.started = time.monotonic()
+
+
+def _certificate_names(call: _Call) -> list[str]:
+    """Return the names in the caller's certificate, which TLS has verified."""
+    properties = call.context.auth_context()
+    names = []
+    for key in ("x509_subject_alternative_name", "x509_common_name"):
+        names += [name.decode("utf-8", "replace") for name in properties.get(key, ())]
+    return names
+
+
+def _token(call: _Call) -> str:
+    scheme, _, token = str(call.metadata.get("authorization", "")).partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _outcome(call: _Call, error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """Return code and reason with which a call ends."""
+    if isinstance(error, LoaderError):
+        return error.status, error.reason
+    if isinstance(error, TimeoutError):
+        return grpc.StatusCode.DEADLINE_EXCEEDED, ""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        remaining = call.context.time_remaining()
+        late = remaining is not None and remaining <= 0
+        return (grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED), ""
+    return grpc.StatusCode.INTERNAL, type(error).__name__
+
+
+async def _abort(context: _Context, error: Exception) -> None:
+    """End the call with the error's status."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, TimeoutError):
+        error = DeadlineExceeded(f"the call took longer than {MOST_SECONDS:.0f} s")
+    elif not isinstance(error, LoaderError):
+        _log.exception("a call failed", exc_info=error)
+        error = InternalError(f"{type(error).__name__}: {error}")
+    code, message, metadata = trailing_metadata(error)
+    await context.abort(code, message, metadata)

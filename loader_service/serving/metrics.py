@@ -1,0 +1,74 @@
+"""Numbers for Prometheus, served on a port of their own.
+
+The gRPC metrics have the names of the grpc-ecosystem set, so that existing dashboards fit.
+"""
+
+from __future__ import annotations
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from loader_service import addresses
+from loader_service.errors import ServiceUnavailable
+from loader_service.version import __version__
+
+__all__ = ["Metrics"]
+
+_LABELS = ("grpc_type", "grpc_service", "grpc_method")
+
+
+class Metrics:
+    """The metrics of one process."""
+
+    def __init__(self) -> None:
+        """Start at zero, in a registry of its own."""
+        self.registry = CollectorRegistry()
+        build = Gauge("loader_build_info", "Version.", ("version",), registry=self.registry)
+        build.labels(__version__).set(1)
+        self._started = Counter(
+            "grpc_server_started", "Calls begun.", _LABELS, registry=self.registry
+        )
+        self._handled = Counter(
+            "grpc_server_handled", "Calls ended.", (*_LABELS, "grpc_code"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "grpc_server_handling_seconds",
+            "Time from a call's begin to its end.",
+            _LABELS,
+            registry=self.registry,
+        )
+
+    def call_started(self, kind: str, method: str) -> None:
+        """Count a call; `kind` is for example `unary`, `method` `/package.Service/Method`."""
+        self._started.labels(kind, *_split(method)).inc()
+
+    def call_ended(self, kind: str, method: str, code: grpc.StatusCode, seconds: float) -> None:
+        """Count a call's end."""
+        labels = (kind, *_split(method))
+        self._handled.labels(*labels, _camel_case(code)).inc()
+        self._seconds.labels(*labels).observe(seconds)
+
+    def serve(self, listen: str) -> str:
+        """Serve the numbers over HTTP from a thread, and return the address with the real port.
+
+        Raises:
+            ServiceUnavailable: CANNOT_LISTEN.
+        """
+        host, port = addresses.split(listen)
+        try:
+            server, _ = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise ServiceUnavailable(
+                f"cannot listen at {listen}: {error.strerror}", reason="CANNOT_LISTEN"
+            ) from error
+        return addresses.join(host, server.server_port)
+
+
+def _split(method: str) -> tuple[str, str]:
+    service, _, name = method.removeprefix("/").partition("/")
+    return service, name
+
+
+def _camel_case(code: grpc.StatusCode) -> str:
+    """Return the code as the grpc-ecosystem metrics spell it, e.g. `NotFound`."""
+    return "OK" if code is grpc.StatusCode.OK else code.name.title().replace("_", "")

@@ -1,0 +1,116 @@
+"""Why a TLS connection fails, in words: gRPC itself only says that the server is unavailable."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from loader_service import addresses
+from loader_service.errors import LoaderError, Unauthenticated
+
+if TYPE_CHECKING:
+    from loader_service.channel import ChannelSecurity
+
+__all__ = ["explain"]
+
+CONNECT_SECONDS = 1.0
+
+
+def explain(address: str, security: ChannelSecurity) -> LoaderError | None:
+    """Try the handshake that gRPC has failed at, and return what is wrong with it.
+
+    Blocks for up to some seconds.
+
+    Returns:
+        None where TLS is not what fails.
+    """
+    try:
+        host, port = addresses.split(address)
+        with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
+            connection.settimeout(CONNECT_SECONDS)
+            if not security.uses_tls:
+                return _explain_plaintext(connection, address)
+            return _explain_tls(connection, host, security)
+    except OSError:
+        return None
+
+
+def _explain_plaintext(connection: socket.socket, address: str) -> LoaderError | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with context.wrap_socket(connection):
+            pass
+    except (ssl.SSLError, OSError):
+        return None
+    return Unauthenticated(
+        f"the server at {address} speaks TLS; give its authority with --tls-ca-cert",
+        reason="TLS_REQUIRED",
+    )
+
+
+def _explain_tls(
+    connection: socket.socket, host: str, security: ChannelSecurity
+) -> LoaderError | None:
+    context = ssl.create_default_context(cafile=security.ca_cert or None)
+    context.check_hostname = False
+    context.set_alpn_protocols(["h2"])
+    try:
+        if security.cert:
+            context.load_cert_chain(security.cert, security.key)
+        with context.wrap_socket(connection) as secured:
+            expected = security.server_name or host
+            names = _names(secured.getpeercert() or {})
+            if not any(_matches(name, expected) for name in names):
+                return Unauthenticated(
+                    f"the server's certificate is for {', '.join(names) or 'no name'}, not for "
+                    f"{expected!r}; dial one of its names, or have {expected!r} added to it",
+                    reason="TLS_NAME_MISMATCH",
+                    dialled=expected,
+                    names=",".join(names),
+                )
+            # With TLS 1.3 a server refuses a client's certificate only after the handshake.
+            secured.recv(1)
+    except ssl.SSLCertVerificationError as error:
+        return Unauthenticated(
+            f"the server's certificate is not accepted: {error.verify_message}",
+            reason="TLS_CERTIFICATE_REFUSED",
+        )
+    except ssl.SSLError as error:
+        return _explain_refusal(error)
+    return None
+
+
+def _explain_refusal(error: ssl.SSLError) -> LoaderError:
+    what = (error.reason or str(error)).replace("_", " ").lower()
+    if "wrong version number" in what or "record layer" in what:
+        return Unauthenticated(
+            "the server does not speak TLS; leave the TLS options out", reason="TLS_NOT_SPOKEN"
+        )
+    return Unauthenticated(
+        f"the server refuses this client's TLS: {what}; it may want a client certificate "
+        "(--tls-cert, --tls-key) of an authority that it knows",
+        reason="TLS_CLIENT_REFUSED",
+    )
+
+
+def _names(certificate: Any) -> list[str]:
+    return [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
+
+
+def _matches(name: str, expected: str) -> bool:
+    kind, _, value = name.partition(":")
+    if kind == "IP Address":
+        try:
+            return ipaddress.ip_address(value) == ipaddress.ip_address(expected)
+        except ValueError:
+            return False
+    if kind != "DNS":
+        return False
+    value, expected = value.lower(), expected.lower()
+    if value.startswith("*."):
+        return expected.partition(".")[2] == value[2:]
+    return value == expected
