@@ -12,7 +12,7 @@ import ipaddress
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -63,8 +63,6 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-
-_Stub = TypeVar("_Stub")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +149,10 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _Endpoint(Generic[_Stub]):
+class _Endpoint:
     """One server as its callers see it: a channel that is opened anew when certificates change."""
 
-    def __init__(
-        self, address: str, security: ChannelSecurity, stub: Callable[[Any], _Stub]
-    ) -> None:
+    def __init__(self, address: str, security: ChannelSecurity, stub: Callable[[Any], Any]) -> None:
         """Describe the server; nothing is sent or read yet.
 
         Args:
@@ -180,10 +176,10 @@ class _Endpoint(Generic[_Stub]):
         self._make_stub = stub
         self._stamp: tuple[int, ...] = ()
         self._channels: list[Any] = []
-        self._stub: _Stub | None = None
+        self._stub: Any = None
 
     @property
-    def stub(self) -> _Stub:
+    def stub(self) -> Any:
         """The stub to make the next call with.
 
         Raises:
@@ -225,7 +221,7 @@ class _Endpoint(Generic[_Stub]):
         return error
 
 
-class AsyncEndpoint(_Endpoint[_Stub]):
+class AsyncEndpoint(_Endpoint):
     """A server called from asyncio; `close` it."""
 
     def _open(self) -> grpc.aio.Channel:
@@ -234,6 +230,27 @@ class AsyncEndpoint(_Endpoint[_Stub]):
                 self.address, self.security.credentials(), options=self._options()
             )
         return grpc.aio.insecure_channel(self.address, options=self._options())
+
+    async def call(
+        self, method: str, request: object, timeout_seconds: float, request_id: str = ""
+    ) -> Any:
+        """Make a call with one answer, and return that.
+
+        Args:
+            method: name of the RPC.
+            request: message, or iterable of messages.
+            timeout_seconds: deadline.
+            request_id: names the call in the server's log.
+
+        Raises:
+            LoaderError: what the server raised, or what happened on the way.
+        """
+        try:
+            return await getattr(self.stub, method)(
+                request, timeout=timeout_seconds, metadata=self.metadata(request_id)
+            )
+        except grpc.RpcError as error:
+            raise await self.translate(error) from error
 
     async def translate(self, error: grpc.RpcError) -> LoaderError:
         """Return what a call's error means; for an unreachable server look at its TLS too."""
@@ -245,7 +262,7 @@ class AsyncEndpoint(_Endpoint[_Stub]):
             await channel.close()
 
 
-class SyncEndpoint(_Endpoint[_Stub]):
+class SyncEndpoint(_Endpoint):
     """A server called from ordinary code, also from several threads; `close` it."""
 
     def _open(self) -> grpc.Channel:
@@ -254,6 +271,17 @@ class SyncEndpoint(_Endpoint[_Stub]):
                 self.address, self.security.credentials(), options=self._options()
             )
         return grpc.insecure_channel(self.address, options=self._options())
+
+    def call(
+        self, method: str, request: object, timeout_seconds: float, request_id: str = ""
+    ) -> Any:
+        """Make a call with one answer, and return that; see `AsyncEndpoint.call`."""
+        try:
+            return getattr(self.stub, method)(
+                request, timeout=timeout_seconds, metadata=self.metadata(request_id)
+            )
+        except grpc.RpcError as error:
+            raise self.translate(error) from error
 
     def translate(self, error: grpc.RpcError) -> LoaderError:
         """Return what a call's error means; for an unreachable server look at its TLS too."""
@@ -267,7 +295,8 @@ class SyncEndpoint(_Endpoint[_Stub]):
 
 def from_rpc_error(error: grpc.RpcError) -> LoaderError:
     """Return the error that the server raised, or one for what happened on the way."""
-    for key, value in error.trailing_metadata() or ():
+    trailing: Any = error.trailing_metadata()
+    for key, value in trailing or ():
         if key == FAILURE_KEY:
             failure = types_pb2.Failure.FromString(value)
             return errors.from_fields(failure.reason, failure.message, failure.metadata)
@@ -277,6 +306,4 @@ def from_rpc_error(error: grpc.RpcError) -> LoaderError:
             return errors.ServiceUnavailable(details or "the server cannot be reached")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(details or "the answer did not come in time")
-    return InternalError(
-        details or "the call failed without a text", grpc_status=error.code().name
-    )
+    return InternalError(details or "the call failed without a text", grpc_status=error.code().name)

@@ -13,7 +13,7 @@ LoaderError
     Unauthenticated             UNAUTHENTICATED      UNAUTHENTICATED, TOKEN_UNKNOWN, TLS_NAME_MISMATCH, ...
     AccessDenied                PERMISSION_DENIED    ACCESS_DENIED
     QuotaExceeded               RESOURCE_EXHAUSTED   QUOTA_EXCEEDED
-    Conflict                    ALREADY_EXISTS       WORKER_ID_TAKEN, REQUEST_ID_REUSED
+    Conflict                    ALREADY_EXISTS       CONFLICT, WORKER_ID_TAKEN, REQUEST_ID_REUSED
     LoadNotFound                NOT_FOUND            LOAD_NOT_FOUND
     WorkerNotFound              NOT_FOUND            WORKER_NOT_FOUND
     WorkersUnavailable          FAILED_PRECONDITION  NOT_ENOUGH_WORKERS

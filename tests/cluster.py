@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from loader_service.client import LoaderClient
+from loader_service.client import AsyncLoaderClient
 from loader_service.errors import LoaderError
 from loader_service.v1 import types_pb2
 
@@ -63,11 +63,11 @@ class Cluster:
             ],
         )
 
-    def call(self, work: Callable[[LoaderClient], Awaitable[_Result]]) -> _Result:
+    def call(self, work: Callable[[AsyncLoaderClient], Awaitable[_Result]]) -> _Result:
         """Run `work` with a client."""
 
         async def connected() -> _Result:
-            async with LoaderClient(self.endpoint, timeout_seconds=30.0) as client:
+            async with AsyncLoaderClient(self.endpoint, timeout_seconds=30.0) as client:
                 return await work(client)
 
         return asyncio.run(connected())
@@ -75,7 +75,7 @@ class Cluster:
     def load(self, path: Path | str, tp: int, **arguments: Any) -> types_pb2.Load:
         """Load a checkpoint and return the load when it serves or has ended."""
 
-        async def work(client: LoaderClient) -> types_pb2.Load:
+        async def work(client: AsyncLoaderClient) -> types_pb2.Load:
             started = await client.load(str(path), tp, **arguments)
             return [load async for load in client.watch(started.load_id)][-1]
 

@@ -33,10 +33,18 @@ from loader_service.errors import (
     PathOutsideRoot,
 )
 
-__all__ = ["DEFAULT_MAX_HEADER_BYTES", "file_identity", "read_checkpoint", "resolve_path"]
+__all__ = [
+    "DEFAULT_MAX_HEADER_BYTES",
+    "DEFAULT_MAX_TENSORS",
+    "file_identity",
+    "read_checkpoint",
+    "resolve_path",
+]
 
 DEFAULT_MAX_HEADER_BYTES = 256 << 20
 """A file with 1.3 million tensors has a header of 119 MiB (safetensors/safetensors#668)."""
+
+DEFAULT_MAX_TENSORS = 2_000_000
 
 _SUFFIX = ".safetensors"
 _INDEX_NAMES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")
@@ -88,6 +96,7 @@ def read_checkpoint(
     model_root: str,
     *,
     max_header_bytes: int = DEFAULT_MAX_HEADER_BYTES,
+    max_tensors: int = DEFAULT_MAX_TENSORS,
     allow_trailing_bytes: bool = False,
 ) -> Checkpoint:
     """Read the metadata of the checkpoint at `path`.
@@ -99,6 +108,7 @@ def read_checkpoint(
         path: folder or single `.safetensors` file, see `resolve_path`.
         model_root: folder that every file must lie in; the blobs of a Hub snapshot count as inside.
         max_header_bytes: largest header that is accepted (setting `--max-header-bytes`).
+        max_tensors: most tensors of the whole checkpoint (setting `--max-tensors`).
         allow_trailing_bytes: whether bytes after the last tensor of a file are only a warning.
 
     Raises:
@@ -118,7 +128,17 @@ def read_checkpoint(
 
     if index and index_path:
         _check_shards_exist(folder, index[0], index_path.name)
-    headers = [read(name) for name in names]
+    headers = []
+    tensor_count = 0
+    for name in names:
+        headers.append(read(name))
+        tensor_count += len(headers[-1].tensors)
+        if tensor_count > max_tensors:
+            raise LimitExceeded(
+                f"{path} holds more than {max_tensors} tensors; the coordinator's --max-tensors "
+                "says how many are accepted",
+                limit="max_tensors",
+            )
     catalog = _join(headers)
     warnings = [header.warning for header in headers if header.warning]
     if index and index_path:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from loader_service.cli import documents, tables
 from loader_service.cli.progress import LoadProgress
-from loader_service.client import LoaderClient
+from loader_service.client import AsyncLoaderClient
 from loader_service.errors import LoaderError, from_fields
 from loader_service.v1 import types_pb2
 from loader_service.version import __version__
@@ -108,7 +108,7 @@ def load(
 ) -> None:
     """Put a checkpoint on a group of workers."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         started = await client.load(
             path,
             tp,
@@ -135,7 +135,7 @@ def watch(
 ) -> None:
     """Follow a load until it serves or has ended."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         _finish(await _follow(client, load_id, progress, None), output)
 
     _run(endpoint, work, output)
@@ -147,7 +147,7 @@ def cancel(
 ) -> None:
     """End a load that is not committed yet."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         _show_load(await client.cancel(load_id), output)
 
     _run(endpoint, work, output)
@@ -159,7 +159,7 @@ def unload(
 ) -> None:
     """Give a committed load's memory back."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         _show_load(await client.unload(load_id), output)
 
     _run(endpoint, work, output)
@@ -169,7 +169,7 @@ def unload(
 def get_loads(output: Output = Format.TABLE, endpoint: Endpoint = DEFAULT_ENDPOINT) -> None:
     """List loads, newest first."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         document = documents.loads_document(await client.list_loads())
         _print(output, document, lambda out: tables.print_loads(out, document["loads"]))
 
@@ -180,7 +180,7 @@ def get_loads(output: Output = Format.TABLE, endpoint: Endpoint = DEFAULT_ENDPOI
 def get_workers(output: Output = Format.TABLE, endpoint: Endpoint = DEFAULT_ENDPOINT) -> None:
     """List workers with their memory."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         document = documents.workers_document(await client.list_workers())
         _print(output, document, lambda out: tables.print_workers(out, document["workers"]))
 
@@ -196,7 +196,7 @@ def tensors(
 ) -> None:
     """List the slices that a load's workers hold."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         slices = await client.list_tensors(load_id, include_sha256=digest)
         document = documents.tensors_document(slices)
         _print(output, document, lambda out: tables.print_tensors(out, document))
@@ -217,7 +217,7 @@ def plan(
 ) -> None:
     """Show what a load would move, without moving it."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         options = _options(tied, unknown, allow_trailing_bytes)
         answer = await client.plan(path, tp, options=options, include_tensors=explain)
         document = documents.plan_document(answer, explain)
@@ -235,7 +235,7 @@ def inspect(
 ) -> None:
     """List a checkpoint's tensors from its headers."""
 
-    async def work(client: LoaderClient) -> None:
+    async def work(client: AsyncLoaderClient) -> None:
         answer = await client.inspect(path, allow_trailing_bytes=allow_trailing_bytes)
         document = documents.checkpoint_document(answer)
         _print(output, document, lambda out: tables.print_checkpoint(out, document))
@@ -252,7 +252,7 @@ def version(output: Output = Format.TABLE) -> None:
 class _Interrupted:
     """What Ctrl-C does to a load that is followed."""
 
-    def __init__(self, client: LoaderClient, load_id: str, cancel: bool) -> None:
+    def __init__(self, client: AsyncLoaderClient, load_id: str, cancel: bool) -> None:
         self._client = client
         self._load_id = load_id
         self._cancel = cancel
@@ -268,7 +268,7 @@ class _Interrupted:
 
 
 async def _follow(
-    client: LoaderClient,
+    client: AsyncLoaderClient,
     load_id: str,
     progress: bool,
     interrupted: Callable[[], Awaitable[None]] | None,
@@ -308,10 +308,10 @@ def _print(output: Format, document: object, print_table: Callable[[TextIO], Non
 
 
 def _run(
-    endpoint: str, work: Callable[[LoaderClient], Coroutine[Any, Any, None]], output: Format
+    endpoint: str, work: Callable[[AsyncLoaderClient], Coroutine[Any, Any, None]], output: Format
 ) -> None:
     async def connected() -> None:
-        async with LoaderClient(endpoint) as client:
+        async with AsyncLoaderClient(endpoint) as client:
             await work(client)
 
     try:

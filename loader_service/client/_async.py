@@ -112,12 +112,16 @@ class AsyncLoaderClient:
             request_id=request_id or _new_id(),
         )
         request.wait_for_workers_duration.FromNanoseconds(int(wait_for_workers_seconds * 1e9))
-        return (await self._call(self._coordinator, "Load", request)).load
+        answer: coordinator_pb2.LoadResponse = await self._call(self._coordinator, "Load", request)
+        return answer.load
 
     async def get_load(self, load_id: str) -> types_pb2.Load:
         """Return one load."""
         request = coordinator_pb2.GetLoadRequest(load_id=load_id)
-        return (await self._call(self._coordinator, "GetLoad", request)).load
+        answer: coordinator_pb2.GetLoadResponse = await self._call(
+            self._coordinator, "GetLoad", request
+        )
+        return answer.load
 
     async def list_loads(self) -> list[types_pb2.Load]:
         """Return all loads, newest first."""
@@ -163,12 +167,18 @@ class AsyncLoaderClient:
         request = coordinator_pb2.CancelLoadRequest(
             load_id=load_id, request_id=request_id or _new_id()
         )
-        return (await self._call(self._coordinator, "CancelLoad", request)).load
+        answer: coordinator_pb2.CancelLoadResponse = await self._call(
+            self._coordinator, "CancelLoad", request
+        )
+        return answer.load
 
     async def unload(self, load_id: str, *, request_id: str = "") -> types_pb2.Load:
         """Give a committed load back; return it after the memory is free."""
         request = coordinator_pb2.UnloadRequest(load_id=load_id, request_id=request_id or _new_id())
-        return (await self._call(self._coordinator, "Unload", request)).load
+        answer: coordinator_pb2.UnloadResponse = await self._call(
+            self._coordinator, "Unload", request
+        )
+        return answer.load
 
     async def list_tensors(
         self, load_id: str, *, include_sha256: bool = False
@@ -210,21 +220,30 @@ class AsyncLoaderClient:
     async def get_worker(self, worker_id: str) -> types_pb2.Worker:
         """Return one worker."""
         request = coordinator_pb2.GetWorkerRequest(worker_id=worker_id)
-        return (await self._call(self._coordinator, "GetWorker", request)).worker
+        answer: coordinator_pb2.GetWorkerResponse = await self._call(
+            self._coordinator, "GetWorker", request
+        )
+        return answer.worker
 
     async def drain_worker(self, worker_id: str, *, request_id: str = "") -> types_pb2.Worker:
         """Give a worker no new load; one that it holds stays."""
         request = coordinator_pb2.DrainWorkerRequest(
             worker_id=worker_id, request_id=request_id or _new_id()
         )
-        return (await self._call(self._coordinator, "DrainWorker", request)).worker
+        answer: coordinator_pb2.DrainWorkerResponse = await self._call(
+            self._coordinator, "DrainWorker", request
+        )
+        return answer.worker
 
     async def undrain_worker(self, worker_id: str, *, request_id: str = "") -> types_pb2.Worker:
         """Let a drained worker take loads again."""
         request = coordinator_pb2.UndrainWorkerRequest(
             worker_id=worker_id, request_id=request_id or _new_id()
         )
-        return (await self._call(self._coordinator, "UndrainWorker", request)).worker
+        answer: coordinator_pb2.UndrainWorkerResponse = await self._call(
+            self._coordinator, "UndrainWorker", request
+        )
+        return answer.worker
 
     # Checkpoints
 
@@ -270,20 +289,13 @@ class AsyncLoaderClient:
     # Calls
 
     async def _call(
-        self, endpoint: AsyncEndpoint[Any], method: str, request: Any, least_timeout: float = 0.0
+        self, endpoint: AsyncEndpoint, method: str, request: Any, least_timeout: float = 0.0
     ) -> Any:
         """Make one call; its deadline is the client's, or `least_timeout` where that is longer."""
-        try:
-            return await getattr(endpoint.stub, method)(
-                request,
-                timeout=max(self._timeout, least_timeout),
-                metadata=endpoint.metadata(_new_id()),
-            )
-        except grpc.RpcError as error:
-            raise await endpoint.translate(error) from error
+        return await endpoint.call(method, request, max(self._timeout, least_timeout), _new_id())
 
     async def _pages(
-        self, endpoint: AsyncEndpoint[Any], method: str, request: Any, least_timeout: float = 0.0
+        self, endpoint: AsyncEndpoint, method: str, request: Any, least_timeout: float = 0.0
     ) -> AsyncIterator[Any]:
         """Yield the pages of a list."""
         request = type(request).FromString(request.SerializeToString())

@@ -112,12 +112,14 @@ class LoaderClient:
             request_id=request_id or _new_id(),
         )
         request.wait_for_workers_duration.FromNanoseconds(int(wait_for_workers_seconds * 1e9))
-        return (self._call(self._coordinator, "Load", request)).load
+        answer: coordinator_pb2.LoadResponse = self._call(self._coordinator, "Load", request)
+        return answer.load
 
     def get_load(self, load_id: str) -> types_pb2.Load:
         """Return one load."""
         request = coordinator_pb2.GetLoadRequest(load_id=load_id)
-        return (self._call(self._coordinator, "GetLoad", request)).load
+        answer: coordinator_pb2.GetLoadResponse = self._call(self._coordinator, "GetLoad", request)
+        return answer.load
 
     def list_loads(self) -> list[types_pb2.Load]:
         """Return all loads, newest first."""
@@ -140,10 +142,11 @@ class LoaderClient:
         )
         while True:
             advanced = False
+            call = self._coordinator.stub.WatchLoad(
+                request, metadata=self._coordinator.metadata(_new_id())
+            )
             try:
-                for response in self._coordinator.stub.WatchLoad(
-                    request, metadata=self._coordinator.metadata(_new_id())
-                ):
+                for response in call:
                     request.after_revision = response.load.revision
                     advanced = True
                     yield response.load
@@ -152,18 +155,24 @@ class LoaderClient:
                 failure = self._coordinator.translate(error)
                 if not (advanced and isinstance(failure, ServiceUnavailable)):
                     raise failure from error
+            finally:
+                call.cancel()
 
     def cancel(self, load_id: str, *, request_id: str = "") -> types_pb2.Load:
         """End a load that is not committed; return it after it has ended."""
         request = coordinator_pb2.CancelLoadRequest(
             load_id=load_id, request_id=request_id or _new_id()
         )
-        return (self._call(self._coordinator, "CancelLoad", request)).load
+        answer: coordinator_pb2.CancelLoadResponse = self._call(
+            self._coordinator, "CancelLoad", request
+        )
+        return answer.load
 
     def unload(self, load_id: str, *, request_id: str = "") -> types_pb2.Load:
         """Give a committed load back; return it after the memory is free."""
         request = coordinator_pb2.UnloadRequest(load_id=load_id, request_id=request_id or _new_id())
-        return (self._call(self._coordinator, "Unload", request)).load
+        answer: coordinator_pb2.UnloadResponse = self._call(self._coordinator, "Unload", request)
+        return answer.load
 
     def list_tensors(
         self, load_id: str, *, include_sha256: bool = False
@@ -205,21 +214,30 @@ class LoaderClient:
     def get_worker(self, worker_id: str) -> types_pb2.Worker:
         """Return one worker."""
         request = coordinator_pb2.GetWorkerRequest(worker_id=worker_id)
-        return (self._call(self._coordinator, "GetWorker", request)).worker
+        answer: coordinator_pb2.GetWorkerResponse = self._call(
+            self._coordinator, "GetWorker", request
+        )
+        return answer.worker
 
     def drain_worker(self, worker_id: str, *, request_id: str = "") -> types_pb2.Worker:
         """Give a worker no new load; one that it holds stays."""
         request = coordinator_pb2.DrainWorkerRequest(
             worker_id=worker_id, request_id=request_id or _new_id()
         )
-        return (self._call(self._coordinator, "DrainWorker", request)).worker
+        answer: coordinator_pb2.DrainWorkerResponse = self._call(
+            self._coordinator, "DrainWorker", request
+        )
+        return answer.worker
 
     def undrain_worker(self, worker_id: str, *, request_id: str = "") -> types_pb2.Worker:
         """Let a drained worker take loads again."""
         request = coordinator_pb2.UndrainWorkerRequest(
             worker_id=worker_id, request_id=request_id or _new_id()
         )
-        return (self._call(self._coordinator, "UndrainWorker", request)).worker
+        answer: coordinator_pb2.UndrainWorkerResponse = self._call(
+            self._coordinator, "UndrainWorker", request
+        )
+        return answer.worker
 
     # Checkpoints
 
@@ -263,20 +281,13 @@ class LoaderClient:
     # Calls
 
     def _call(
-        self, endpoint: SyncEndpoint[Any], method: str, request: Any, least_timeout: float = 0.0
+        self, endpoint: SyncEndpoint, method: str, request: Any, least_timeout: float = 0.0
     ) -> Any:
         """Make one call; its deadline is the client's, or `least_timeout` where that is longer."""
-        try:
-            return getattr(endpoint.stub, method)(
-                request,
-                timeout=max(self._timeout, least_timeout),
-                metadata=endpoint.metadata(_new_id()),
-            )
-        except grpc.RpcError as error:
-            raise endpoint.translate(error) from error
+        return endpoint.call(method, request, max(self._timeout, least_timeout), _new_id())
 
     def _pages(
-        self, endpoint: SyncEndpoint[Any], method: str, request: Any, least_timeout: float = 0.0
+        self, endpoint: SyncEndpoint, method: str, request: Any, least_timeout: float = 0.0
     ) -> Iterator[Any]:
         """Yield the pages of a list."""
         request = type(request).FromString(request.SerializeToString())

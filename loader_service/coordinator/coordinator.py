@@ -11,16 +11,19 @@ from collections.abc import Coroutine, Sequence
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.checkpoint.files import read_checkpoint
 from loader_service.clock import Clock
-from loader_service.coordinator.record import LoadRecord, is_terminal
+from loader_service.coordinator.record import LoadRecord, is_settled, is_terminal
 from loader_service.coordinator.registry import WorkerRecord, WorkerRegistry
 from loader_service.coordinator.runner import LoadRequest, LoadRunner, Stream
 from loader_service.coordinator.settings import Settings
 from loader_service.coordinator.worker_client import ConnectWorker
 from loader_service.errors import (
+    Conflict,
     InvalidRequest,
     LoadCancelled,
     LoaderError,
     LoadNotFound,
+    QuotaExceeded,
+    ServiceUnavailable,
     StreamerLost,
     WorkerLost,
     WorkersUnavailable,
@@ -58,18 +61,43 @@ class Coordinator:
         self._connect = connect
         self._stream = stream
         self._runners: OrderedDict[str, LoadRunner] = OrderedDict()
-        self._requests: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker_freed = asyncio.Event()
+        self._closing = False
 
     # Workers
 
-    def register(self, request: coordinator_pb2.RegisterWorkerRequest) -> None:
-        """Take a worker in; an earlier life of it is lost with its load."""
+    async def register(self, request: coordinator_pb2.RegisterWorkerRequest) -> None:
+        """Take a worker in; an earlier life of it is lost with its load.
+
+        Raises:
+            Conflict: WORKER_ID_TAKEN, another process answers under this name.
+            LoaderError: see `WorkerRegistry.register`.
+        """
+        self.registry.check(request)
+        rival = self.registry.rival(request)
+        if rival is not None and await self._answers(rival):
+            raise Conflict(
+                f"the name {request.worker_id!r} belongs to another process, which answers at "
+                f"{rival.registration.address}; give this one its own --worker-id",
+                reason="WORKER_ID_TAKEN",
+                worker_id=request.worker_id,
+            )
         lost_load = self.registry.register(request, self._clock.monotonic(), self._clock.time())
         _log.info("worker %s registered at %s", request.worker_id, request.address)
         self._lose_rank(lost_load, request.worker_id, "was started again")
+        self._regain_ranks(request.worker_id, request.loads)
         self._announce_worker()
+
+    async def _answers(self, worker: WorkerRecord) -> bool:
+        """Ask a worker whether it is still the process that registered."""
+        client = self._connect(worker.worker_id, worker.registration.address)
+        try:
+            return await client.incarnation() == worker.registration.incarnation
+        except LoaderError:
+            return False
+        finally:
+            await client.close()
 
     def heartbeat(self, request: coordinator_pb2.HeartbeatRequest) -> list[str]:
         """Renew a lease; return the loads that the worker must give up."""
@@ -84,6 +112,7 @@ class Coordinator:
                 failure = from_fields(reported.reason, reported.message, reported.metadata)
                 # A worker that lost the streamer only sees what follows from the first cause.
                 if not isinstance(failure, StreamerLost):
+                    failure.metadata.setdefault("worker_id", request.worker_id)
                     runner.fail(failure)
         if not record.load_id:
             self._announce_worker()
@@ -95,10 +124,23 @@ class Coordinator:
         _log.info("worker %s left", worker_id)
         self._lose_rank(lost_load, worker_id, "has stopped")
 
-    async def watch_leases(self) -> None:
-        """Find lost workers, for ever."""
+    def set_draining(self, worker_id: str, draining: bool) -> WorkerRecord:
+        """Take a worker out of service for new loads, or back in.
+
+        Raises:
+            WorkerNotFound: there is none of this name.
+        """
+        worker = self.registry.set_draining(worker_id, draining)
+        _log.info("worker %s is %s", worker_id, "drained" if draining else "in service again")
+        self._announce_worker()
+        return worker
+
+    async def watch(self) -> None:
+        """Find lost workers and stalled ranks, for ever."""
         while True:
             await asyncio.sleep(self.settings.heartbeat_seconds / 4)
+            for runner in self._runners.values():
+                runner.record.check_stalled()
             for worker in self.registry.expire(self._clock.monotonic()):
                 _log.warning("worker %s: the lease ran out", worker.worker_id)
                 self._lose_rank(worker.load_id, worker.worker_id, "let its lease run out")
@@ -107,11 +149,20 @@ class Coordinator:
         runner = self._runners.get(load_id)
         if runner is None:
             return
-        if runner.record.state == LoadState.LOAD_STATE_SUCCEEDED:
+        if runner.record.state in (LoadState.LOAD_STATE_SUCCEEDED, LoadState.LOAD_STATE_DEGRADED):
             _log.warning("load %s is degraded: worker %s %s", load_id, worker_id, how)
-            runner.record.move_to(LoadState.LOAD_STATE_DEGRADED)
+            runner.record.lose_rank(worker_id)
             return
         runner.fail(WorkerLost(f"worker {worker_id!r} {how}", worker_id=worker_id))
+
+    def _regain_ranks(self, worker_id: str, loads: Sequence[coordinator_pb2.WorkerLoad]) -> None:
+        """Take back the ranks that a worker has kept while it could not be reached."""
+        for load in loads:
+            runner = self._runners.get(load.load_id)
+            committed = load.state == WorkerLoadState.WORKER_LOAD_STATE_COMMITTED
+            if runner is not None and committed and runner.record.has_lost(worker_id):
+                _log.info("load %s: worker %s is back", load.load_id, worker_id)
+                runner.record.regain_rank(worker_id)
 
     def _announce_worker(self) -> None:
         self._worker_freed.set()
@@ -125,6 +176,7 @@ class Coordinator:
             path,
             self.settings.model_root,
             max_header_bytes=self.settings.max_header_bytes,
+            max_tensors=self.settings.max_tensors,
             allow_trailing_bytes=allow_trailing_bytes,
         )
 
@@ -138,17 +190,18 @@ class Coordinator:
         wait_seconds: float,
         options: PlanOptions,
         allow_trailing_bytes: bool,
-        request_id: str,
+        owner: str,
     ) -> LoadRecord:
         """Accept a load and begin it.
 
         Raises:
             InvalidRequest: a field makes no sense.
+            QuotaExceeded: `owner` has too many loads on their way.
             LoaderError: the workers cannot be had, and nobody wants to wait.
         """
-        known = self._runners.get(self._requests.get(request_id, ""))
-        if known is not None:
-            return known.record
+        if self._closing:
+            raise ServiceUnavailable("the coordinator is shutting down", reason="SHUTTING_DOWN")
+        self._check_quota(owner)
         if not path:
             raise InvalidRequest("path is missing", field="path")
         if not 1 <= tp <= MAX_TP:
@@ -161,7 +214,7 @@ class Coordinator:
         async def choose_group() -> Sequence[WorkerRecord]:
             return group or await self._wait_for_group(load_id, tp, worker_ids, wait_seconds)
 
-        record = LoadRecord(load_id, path, tp, self._clock)
+        record = LoadRecord(load_id, path, tp, self._clock, owner, self.settings.stall_seconds)
         request = LoadRequest(
             read=lambda: self.read(path, allow_trailing_bytes),
             tp=tp,
@@ -171,8 +224,6 @@ class Coordinator:
         )
         runner = LoadRunner(record, request, choose_group, self._connect, self._stream)
         self._runners[load_id] = runner
-        if request_id:
-            self._requests[request_id] = load_id
         self._start(self._run(runner))
         return record
 
@@ -187,6 +238,23 @@ class Coordinator:
     def all(self) -> list[LoadRecord]:
         """Return the loads, newest first."""
         return [runner.record for runner in reversed(self._runners.values())]
+
+    def _check_quota(self, owner: str) -> None:
+        on_their_way = sum(
+            runner.record.owner == owner and not is_settled(runner.record.state)
+            for runner in self._runners.values()
+        )
+        if on_their_way >= self.settings.max_loads:
+            raise QuotaExceeded(
+                f"{owner!r} has {on_their_way} loads on their way, which is the most",
+                identity=owner,
+            )
+
+    def abandon(self, load_id: str) -> None:
+        """Begin to cancel a load whose owner has gone; one that is settled stays as it is."""
+        runner = self._runners.get(load_id)
+        if runner is not None and not is_settled(runner.record.state):
+            runner.fail(LoadCancelled(f"whoever asked for load {load_id} has gone"))
 
     async def cancel(self, load_id: str) -> LoadRecord:
         """End a load that is not committed, and return when it has ended.
@@ -230,6 +298,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """End the loads that are not committed; committed ones stay on their workers."""
+        self._closing = True
         error = LoadCancelled("the coordinator stops")
         for runner in self._runners.values():
             runner.fail(error)
@@ -278,8 +347,3 @@ class Coordinator:
         ]
         for load_id in ended[: max(0, len(ended) - KEPT_LOADS)]:
             del self._runners[load_id]
-        self._requests = {
-            request_id: load_id
-            for request_id, load_id in self._requests.items()
-            if load_id in self._runners
-        }

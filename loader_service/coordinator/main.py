@@ -8,16 +8,23 @@ import sys
 from pathlib import Path
 
 from loader_service import addresses
-from loader_service.checkpoint.files import DEFAULT_MAX_HEADER_BYTES
+from loader_service.channel import ChannelSecurity
+from loader_service.checkpoint.files import DEFAULT_MAX_HEADER_BYTES, DEFAULT_MAX_TENSORS
 from loader_service.clock import SystemClock
 from loader_service.coordinator.coordinator import Coordinator
 from loader_service.coordinator.servicer import CoordinatorServicer
-from loader_service.coordinator.settings import DEFAULT_WINDOW_BYTES, Settings
+from loader_service.coordinator.settings import DEFAULT_MAX_LOADS, DEFAULT_WINDOW_BYTES, Settings
 from loader_service.coordinator.streamer_process import StreamerProcess
 from loader_service.coordinator.worker_client import GrpcWorkerClient
 from loader_service.errors import LoaderError
 from loader_service.logs import log_to_stderr
-from loader_service.serving import Server, stop_requested
+from loader_service.serving.options import (
+    ServingOptions,
+    add_serving_arguments,
+    channel_security,
+    serving_options,
+)
+from loader_service.serving.server import Server, stop_requested
 from loader_service.sizes import parse_size
 from loader_service.v1 import coordinator_pb2_grpc
 from loader_service.version import __version__
@@ -27,23 +34,35 @@ __all__ = ["main"]
 SERVICE = "loader_service.v1.CoordinatorService"
 
 
-async def serve(listen: str, settings: Settings, data_ports: str) -> None:
+async def serve(
+    listen: str,
+    settings: Settings,
+    data_ports: str,
+    serving: ServingOptions,
+    security: ChannelSecurity,
+) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = stop_requested()
+    server = Server([SERVICE], serving)
+
+    def connect(worker_id: str, address: str) -> GrpcWorkerClient:
+        return GrpcWorkerClient(worker_id, address, security)
+
     streamer = StreamerProcess(settings.window_bytes, data_ports)
-    coordinator = Coordinator(settings, SystemClock(), GrpcWorkerClient, streamer.stream)
-    server = Server([SERVICE])
+    coordinator = Coordinator(settings, SystemClock(), connect, streamer.stream)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
         CoordinatorServicer(coordinator), server.grpc
     )
+    address = await server.start(listen)
     background = [
         asyncio.create_task(streamer.run()),
-        asyncio.create_task(coordinator.watch_leases()),
+        asyncio.create_task(coordinator.watch()),
         asyncio.create_task(stop.wait()),
     ]
-    address = await server.start(listen)
     print(f"loader-coordinator listens at {address}", flush=True)  # noqa: T201 - launchers read it
     done, _ = await asyncio.wait(background, return_when=asyncio.FIRST_COMPLETED)
+    # Ending the loads ends their watchers, which would otherwise use up the time to stop.
+    await server.report(SERVICE, serving=False)
     await coordinator.close()
     await server.stop()
     for task in background:
@@ -75,9 +94,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="largest safetensors header that is accepted (default 256MiB)",
     )
-    parser.add_argument("--heartbeat-seconds", type=float, default=1.0)
-    parser.add_argument("--lease-seconds", type=float, default=10.0)
+    parser.add_argument(
+        "--max-tensors",
+        type=int,
+        default=DEFAULT_MAX_TENSORS,
+        metavar="N",
+        help=f"most tensors of a checkpoint that is accepted (default {DEFAULT_MAX_TENSORS})",
+    )
+    parser.add_argument(
+        "--max-loads",
+        type=int,
+        default=DEFAULT_MAX_LOADS,
+        metavar="N",
+        help=f"loads on their way that one identity may have (default {DEFAULT_MAX_LOADS})",
+    )
+    parser.add_argument(
+        "--heartbeat-seconds", type=float, default=1.0, help="how often workers report (default 1)"
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=10.0,
+        help="how long a silent worker counts as alive (default 10)",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        default=2.0,
+        help="a rank without a chunk for so long is reported as stalled (default 2)",
+    )
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
+    add_serving_arguments(parser)
     parser.add_argument("--version", action="version", version=__version__)
     return parser
 
@@ -99,8 +146,19 @@ def main(arguments: list[str] | None = None) -> None:
             max_header_bytes=options.max_header_bytes,
             heartbeat_seconds=options.heartbeat_seconds,
             lease_seconds=options.lease_seconds,
+            stall_seconds=options.stall_seconds,
+            max_loads=options.max_loads,
+            max_tensors=options.max_tensors,
         )
-        asyncio.run(serve(options.listen, settings, options.data_ports))
+        asyncio.run(
+            serve(
+                options.listen,
+                settings,
+                options.data_ports,
+                serving_options(options),
+                channel_security(options),
+            )
+        )
     except (LoaderError, OSError) as error:
         sys.exit(f"loader-coordinator: {error}")
 

@@ -8,17 +8,20 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from loader_service import errors
 from loader_service.clock import Clock
+from loader_service.coordinator.planning import PlannedLoad
 from loader_service.errors import LoaderError, WrongState
-from loader_service.plan.slices import LoadPlan, RankTotals
+from loader_service.serving.status import failure_message
 from loader_service.v1 import types_pb2
-from loader_service.v1.types_pb2 import LoadState
+from loader_service.v1.types_pb2 import LoadState, RankState
 
 __all__ = ["LoadRecord", "is_settled", "is_terminal"]
 
 RATE_SECONDS = 2.0
 """Rates are averages over this time."""
+
+MOST_PROGRESS = 0.999
+"""Progress of a load whose bytes have all landed; 1 is kept for one that is committed."""
 
 _S = LoadState
 _NEXT: dict[LoadState.ValueType, frozenset[LoadState.ValueType]] = {
@@ -29,7 +32,7 @@ _NEXT: dict[LoadState.ValueType, frozenset[LoadState.ValueType]] = {
     _S.LOAD_STATE_VERIFYING: frozenset({_S.LOAD_STATE_COMMITTING}),
     _S.LOAD_STATE_COMMITTING: frozenset({_S.LOAD_STATE_SUCCEEDED}),
     _S.LOAD_STATE_SUCCEEDED: frozenset({_S.LOAD_STATE_DEGRADED, _S.LOAD_STATE_UNLOADING}),
-    _S.LOAD_STATE_DEGRADED: frozenset({_S.LOAD_STATE_UNLOADING}),
+    _S.LOAD_STATE_DEGRADED: frozenset({_S.LOAD_STATE_SUCCEEDED, _S.LOAD_STATE_UNLOADING}),
     _S.LOAD_STATE_UNLOADING: frozenset({_S.LOAD_STATE_UNLOADED}),
 }
 _TERMINAL = frozenset({_S.LOAD_STATE_FAILED, _S.LOAD_STATE_CANCELLED, _S.LOAD_STATE_UNLOADED})
@@ -66,14 +69,28 @@ class _Rank:
     done_bytes: int = 0
     lanes: str = ""
     verified: bool = False
+    state: RankState.ValueType = RankState.RANK_STATE_WAITING
+    advanced: float = 0.0
     samples: deque[tuple[float, int]] = dataclasses.field(default_factory=deque)
 
     def advance(self, done_bytes: int, verified: bool, now: float) -> None:
-        self.done_bytes = max(self.done_bytes, done_bytes)
-        self.verified = verified
+        if done_bytes > self.done_bytes:
+            self.done_bytes = done_bytes
+            self.advanced = now
+        if verified:
+            self.verified = True
+            self.state = RankState.RANK_STATE_VERIFIED
         self.samples.append((now, self.done_bytes))
         while self.samples[0][0] < now - RATE_SECONDS:
             self.samples.popleft()
+
+    @property
+    def expects_chunks(self) -> bool:
+        return self.state == RankState.RANK_STATE_RECEIVING and self.done_bytes < self.total_bytes
+
+    @property
+    def share(self) -> float:
+        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
     def rate(self) -> float:
         if len(self.samples) < 2:
@@ -87,8 +104,22 @@ class _Rank:
 class LoadRecord:
     """State and progress of one load. Used from one event loop; readers get snapshots."""
 
-    def __init__(self, load_id: str, path: str, tp: int, clock: Clock) -> None:
-        """Start in PENDING."""
+    def __init__(
+        self, load_id: str, path: str, tp: int, clock: Clock, owner: str, stall_seconds: float
+    ) -> None:
+        """Start in PENDING.
+
+        Args:
+            load_id: name of the load.
+            path: checkpoint as the client named it.
+            tp: ranks of the group.
+            clock: time.
+            owner: identity that asked for the load.
+            stall_seconds: a rank that no chunk reaches for so long counts as stalled.
+        """
+        self.owner = owner
+        self._stall_seconds = stall_seconds
+        self._stalled: frozenset[int] = frozenset()
         self.load_id = load_id
         self.path = path
         self.tp = tp
@@ -128,15 +159,25 @@ class LoadRecord:
         now = self._clock.monotonic()
         if state == _S.LOAD_STATE_COMMITTING:
             self._transfer_end = now
+        if state == _S.LOAD_STATE_UNLOADED:
+            for rank in self._ranks:
+                rank.state = RankState.RANK_STATE_RELEASED
         self._enter(state, now)
 
     def end(self, state: LoadState.ValueType, failure: LoaderError | None) -> None:
-        """Go to FAILED or CANCELLED, from any state that is not terminal."""
+        """Go to FAILED or CANCELLED, from any state that is not terminal.
+
+        The rank whose worker the failure names is FAILED, the others are CANCELLED.
+        """
         if is_terminal(self.state):
             raise self.wrong_state("has ended already")
         now = self._clock.monotonic()
         self._transfer_end = now
         self.failure = failure
+        blamed = failure.metadata.get("worker_id") if failure else None
+        for rank in self._ranks:
+            guilty = rank.worker_id == blamed
+            rank.state = RankState.RANK_STATE_FAILED if guilty else RankState.RANK_STATE_CANCELLED
         self._enter(state, now)
 
     def check_can_cancel(self) -> None:
@@ -156,23 +197,31 @@ class LoadRecord:
         self._ranks = [_Rank(worker_id) for worker_id in worker_ids]
         self._touch()
 
-    def set_plan(self, plan: LoadPlan, ranks: Sequence[RankTotals], source_bytes: int) -> None:
-        """Say what is to be moved; the sums come in, since a large plan takes a while to add up."""
-        self.path = plan.path
-        self._architecture = plan.architecture
-        self._warnings = plan.warnings
-        self._source_bytes = source_bytes
-        for rank, totals in zip(self._ranks, ranks, strict=True):
+    def set_plan(self, planned: PlannedLoad) -> None:
+        """Say what is to be moved."""
+        self.path = planned.plan.path
+        self._architecture = planned.plan.architecture
+        self._warnings = planned.plan.warnings
+        self._source_bytes = planned.source_bytes
+        for rank, totals in zip(self._ranks, planned.totals, strict=True):
             rank.tensor_count = totals.tensor_count
             rank.resident_bytes = totals.resident_bytes
             rank.total_bytes = totals.wire_bytes
         self._touch()
 
+    def set_rank(self, rank: int, state: RankState.ValueType) -> None:
+        """Say where one rank stands."""
+        self._ranks[rank].state = state
+        self._touch()
+
     def set_lanes(self, lanes: Sequence[str]) -> None:
         """Say what carries each rank's data; the transfer begins."""
-        self._transfer_begin = self._clock.monotonic()
+        now = self._clock.monotonic()
+        self._transfer_begin = now
         for rank, lane in zip(self._ranks, lanes, strict=True):
             rank.lanes = lane
+            rank.state = RankState.RANK_STATE_RECEIVING
+            rank.advanced = now
         self._touch()
 
     def set_progress(self, done_bytes: Sequence[int], verified: Sequence[bool]) -> None:
@@ -181,6 +230,41 @@ class LoadRecord:
         for rank, done, ok in zip(self._ranks, done_bytes, verified, strict=True):
             rank.advance(done, ok, now)
         self._touch()
+
+    def check_stalled(self) -> None:
+        """Count a change when a rank has begun or ceased to be stalled since the last time."""
+        stalled = frozenset(
+            number for number, rank in enumerate(self._ranks) if self._is_stalled(rank)
+        )
+        if stalled != self._stalled:
+            self._stalled = stalled
+            self._touch()
+
+    def lose_rank(self, worker_id: str) -> None:
+        """Say that a committed load has lost the worker of a rank."""
+        self._mark(worker_id, RankState.RANK_STATE_LOST)
+        if self.state == _S.LOAD_STATE_SUCCEEDED:
+            self.move_to(_S.LOAD_STATE_DEGRADED)
+
+    def regain_rank(self, worker_id: str) -> None:
+        """Say that the worker of a lost rank is back and still holds its slices."""
+        self._mark(worker_id, RankState.RANK_STATE_COMMITTED)
+        whole = all(rank.state == RankState.RANK_STATE_COMMITTED for rank in self._ranks)
+        if whole and self.state == _S.LOAD_STATE_DEGRADED:
+            self.move_to(_S.LOAD_STATE_SUCCEEDED)
+
+    def _mark(self, worker_id: str, state: RankState.ValueType) -> None:
+        for rank in self._ranks:
+            if rank.worker_id == worker_id:
+                rank.state = state
+        self._touch()
+
+    def has_lost(self, worker_id: str) -> bool:
+        """Whether a rank of this worker counts as lost."""
+        return any(
+            rank.worker_id == worker_id and rank.state == RankState.RANK_STATE_LOST
+            for rank in self._ranks
+        )
 
     @property
     def all_landed(self) -> bool:
@@ -212,7 +296,10 @@ class LoadRecord:
             ranks=[self._rank_message(number, rank) for number, rank in enumerate(self._ranks)],
             warnings=self._warnings,
             revision=self._revision,
+            progress=self._progress(),
+            owner=self.owner,
         )
+        self._add_estimate(load)
         load.create_time.FromNanoseconds(int(self._created_wall * 1e9))
         now = self._clock.monotonic()
         until = now if self._settled is None else self._settled
@@ -221,14 +308,37 @@ class LoadRecord:
             end = now if self._transfer_end is None else self._transfer_end
             load.transfer_duration.FromNanoseconds(int((end - self._transfer_begin) * 1e9))
         if self.failure is not None:
-            reason, message, metadata = errors.to_fields(self.failure)
-            load.failure.CopyFrom(
-                types_pb2.Failure(reason=reason, message=message, metadata=metadata)
-            )
+            load.failure.CopyFrom(failure_message(self.failure))
         return load
 
+    def _progress(self) -> float:
+        """Share of the rank that has come least far; 1 is for loads that are committed."""
+        if self._settled is not None and not is_terminal(self.state):
+            return 1.0
+        shares = [rank.share for rank in self._ranks]
+        begun = self._transfer_begin is not None
+        return min(MOST_PROGRESS, *shares) if shares and begun else 0.0
+
+    def _add_estimate(self, load: types_pb2.Load) -> None:
+        """Name the slowest rank, and the time that the last one needs; nothing where none is late."""
+        late = [(number, rank) for number, rank in enumerate(self._ranks) if rank.expects_chunks]
+        if not late:
+            return
+        load.slowest_rank, _ = min(late, key=lambda entry: entry[1].share)
+        rates = [rank.rate() for _, rank in late]
+        if all(rates):
+            seconds = max(
+                (rank.total_bytes - rank.done_bytes) / rate
+                for (_, rank), rate in zip(late, rates, strict=True)
+            )
+            load.eta_duration.FromNanoseconds(int(seconds * 1e9))
+
+    def _is_stalled(self, rank: _Rank) -> bool:
+        idle = self._clock.monotonic() - rank.advanced
+        return rank.expects_chunks and idle >= self._stall_seconds
+
     def _rank_message(self, number: int, rank: _Rank) -> types_pb2.RankProgress:
-        return types_pb2.RankProgress(
+        message = types_pb2.RankProgress(
             rank=number,
             worker_id=rank.worker_id,
             tensor_count=rank.tensor_count,
@@ -239,7 +349,13 @@ class LoadRecord:
             transport=rank.lanes,
             bytes_by_source=types_pb2.BytesBySource(coordinator_bytes=rank.done_bytes),
             verified=rank.verified,
+            state=rank.state,
+            stalled=self._is_stalled(rank),
         )
+        if rank.expects_chunks:
+            idle = self._clock.monotonic() - rank.advanced
+            message.idle_duration.FromNanoseconds(int(idle * 1e9))
+        return message
 
     def _enter(self, state: LoadState.ValueType, now: float) -> None:
         self.state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from loader_service.errors import (
@@ -11,12 +12,16 @@ from loader_service.errors import (
     WorkerBusy,
     WorkerNotFound,
     WorkersUnavailable,
+    WorkerSuperseded,
 )
 from loader_service.v1 import coordinator_pb2, types_pb2
 from loader_service.v1.types_pb2 import WorkerLoadState, WorkerState
 from loader_service.version import PROTOCOL_VERSION
 
 __all__ = ["WorkerRecord", "WorkerRegistry"]
+
+_REMEMBERED_LIVES = 16
+"""Earlier incarnations of a worker that are refused when they come back."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +36,7 @@ class WorkerRecord:
         loads: loads that the worker reported.
         lost: the lease ran out or the worker has left.
         suspect: its data plane broke; it takes no load until its next heartbeat.
+        draining: takes no new load.
         load_id: load that the worker is reserved for; empty when idle.
         rank: rank in that load.
     """
@@ -42,6 +48,7 @@ class WorkerRecord:
     loads: list[coordinator_pb2.WorkerLoad] = dataclasses.field(default_factory=list)
     lost: bool = False
     suspect: bool = False
+    draining: bool = False
     load_id: str = ""
     rank: int = 0
 
@@ -55,6 +62,8 @@ class WorkerRecord:
         """State as clients see it."""
         if self.lost:
             return WorkerState.WORKER_STATE_LOST
+        if self.draining:
+            return WorkerState.WORKER_STATE_DRAINING
         # A worker that still gives an ended load back is not idle yet.
         holding = any(load.state != WorkerLoadState.WORKER_LOAD_STATE_FAILED for load in self.loads)
         busy = self.load_id or self.suspect or holding
@@ -86,6 +95,21 @@ class WorkerRegistry:
         """Start without workers; a lease lasts `lease_seconds` after each heartbeat."""
         self._lease_seconds = lease_seconds
         self._workers: dict[str, WorkerRecord] = {}
+        self._drained: set[str] = set()
+        self._superseded: defaultdict[str, deque[str]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED_LIVES)
+        )
+
+    def rival(self, request: coordinator_pb2.RegisterWorkerRequest) -> WorkerRecord | None:
+        """Return another life of the registering worker whose lease still runs.
+
+        It may be a process that was killed and started again within its lease, or two processes may
+        have been given one name: only asking it can tell.
+        """
+        record = self._workers.get(request.worker_id)
+        if record is None or record.lost:
+            return None
+        return record if record.registration.incarnation != request.incarnation else None
 
     def register(
         self, request: coordinator_pb2.RegisterWorkerRequest, now: float, wall_time: float
@@ -98,7 +122,29 @@ class WorkerRegistry:
         Raises:
             VersionSkew: the worker speaks another version of the protocol.
             InvalidRequest: a field is missing.
+            WorkerSuperseded: a newer life of this worker has registered since.
         """
+        self.check(request)
+        earlier = self._workers.get(request.worker_id)
+        record = WorkerRecord(
+            request,
+            now + self._lease_seconds,
+            wall_time,
+            request.memory,
+            list(request.loads),
+            draining=request.worker_id in self._drained,
+        )
+        self._workers[request.worker_id] = record
+        if earlier is None:
+            return ""
+        if earlier.registration.incarnation != request.incarnation:
+            self._superseded[request.worker_id].append(earlier.registration.incarnation)
+            return earlier.load_id
+        record.load_id, record.rank = earlier.load_id, earlier.rank
+        return ""
+
+    def check(self, request: coordinator_pb2.RegisterWorkerRequest) -> None:
+        """Refuse a registration that cannot be accepted, whoever else is there; see `register`."""
         if request.protocol_version != PROTOCOL_VERSION:
             raise VersionSkew(
                 f"worker {request.worker_id!r} speaks protocol {request.protocol_version} (package "
@@ -108,17 +154,11 @@ class WorkerRegistry:
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
                 raise InvalidRequest(f"{field} is missing", field=field)
-        earlier = self._workers.get(request.worker_id)
-        record = WorkerRecord(
-            request, now + self._lease_seconds, wall_time, request.memory, list(request.loads)
-        )
-        self._workers[request.worker_id] = record
-        if earlier is None:
-            return ""
-        if earlier.registration.incarnation != request.incarnation:
-            return earlier.load_id
-        record.load_id, record.rank = earlier.load_id, earlier.rank
-        return ""
+        if request.incarnation in self._superseded[request.worker_id]:
+            raise WorkerSuperseded(
+                f"a newer process has taken the place of worker {request.worker_id!r}",
+                worker_id=request.worker_id,
+            )
 
     def heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, now: float, wall_time: float
@@ -138,6 +178,31 @@ class WorkerRegistry:
         record.suspect = False
         record.memory = request.memory
         record.loads = list(request.loads)
+        return record
+
+    def set_draining(self, worker_id: str, draining: bool) -> WorkerRecord:
+        """Take a worker out of service for new loads, or back in; outlives its restarts.
+
+        Raises:
+            WorkerNotFound: no worker has this name.
+        """
+        record = self.get(worker_id)
+        record.draining = draining
+        if draining:
+            self._drained.add(worker_id)
+        else:
+            self._drained.discard(worker_id)
+        return record
+
+    def get(self, worker_id: str) -> WorkerRecord:
+        """Return a worker.
+
+        Raises:
+            WorkerNotFound: no worker has this name.
+        """
+        record = self._workers.get(worker_id)
+        if record is None:
+            raise WorkerNotFound(f"there is no worker {worker_id!r}", worker_id=worker_id)
         return record
 
     def deregister(self, worker_id: str, incarnation: str) -> str:
@@ -162,7 +227,14 @@ class WorkerRegistry:
         return expired
 
     def reserve(self, load_id: str, tp: int, worker_ids: Sequence[str]) -> list[WorkerRecord]:
-        """Choose the group of a load, in rank order, and reserve it.
+        """Choose the group of a load, see `choose`, and reserve it."""
+        group = self.choose(tp, worker_ids)
+        for rank, record in enumerate(group):
+            record.load_id, record.rank = load_id, rank
+        return group
+
+    def choose(self, tp: int, worker_ids: Sequence[str]) -> list[WorkerRecord]:
+        """Return the group that a load would get now, in rank order.
 
         Without `worker_ids`: idle workers, those that share a host first, then by id.
 
@@ -172,10 +244,7 @@ class WorkerRegistry:
             WorkerNotFound: a named worker is unknown or lost.
             InvalidRequest: the names do not fit the number of ranks.
         """
-        group = self._named(tp, worker_ids) if worker_ids else self._idle(tp)
-        for rank, record in enumerate(group):
-            record.load_id, record.rank = load_id, rank
-        return group
+        return self._named(tp, worker_ids) if worker_ids else self._idle(tp)
 
     def give_back(self, load_id: str) -> None:
         """End the reservations of a load."""
@@ -233,6 +302,12 @@ class WorkerRegistry:
             record = self._workers.get(worker_id)
             if record is None or record.lost:
                 raise WorkerNotFound(f"worker {worker_id!r} is not there", worker_id=worker_id)
+            if record.draining:
+                raise WorkerBusy(
+                    f"worker {worker_id!r} is drained and takes no load",
+                    reason="WORKER_DRAINING",
+                    worker_id=worker_id,
+                )
             if record.state != WorkerState.WORKER_STATE_READY:
                 raise WorkerBusy(
                     f"worker {worker_id!r} holds load {record.load_id or '(being given back)'}",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from loader_service.checkpoint.catalog import Checkpoint
+from loader_service.coordinator.planning import PlannedLoad, plan_chunks
 from loader_service.coordinator.record import LoadRecord
 from loader_service.coordinator.registry import WorkerRecord
 from loader_service.coordinator.worker_client import ConnectWorker, WorkerClient
 from loader_service.errors import InternalError, LoadCancelled, LoaderError, WorkerLost
-from loader_service.plan.planner import PlanOptions, plan_load
-from loader_service.plan.slices import LoadPlan, RankTotals
-from loader_service.stream.chunks import Chunk, chunk_bytes_for, plan_steps, rank_chunks
+from loader_service.plan.planner import PlanOptions
 from loader_service.stream.jobs import (
     Event,
     RankEndpoint,
@@ -24,7 +24,7 @@ from loader_service.stream.jobs import (
     StreamProgress,
 )
 from loader_service.stream.manifests import manifest_pages
-from loader_service.v1.types_pb2 import LoadState
+from loader_service.v1.types_pb2 import LoadState, RankState
 
 __all__ = ["LoadRequest", "LoadRunner", "Stream"]
 
@@ -56,15 +56,6 @@ class LoadRequest:
     options: PlanOptions
     window_bytes: int
     lease_seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Planned:
-    plan: LoadPlan
-    totals: list[RankTotals]
-    source_bytes: int
-    chunk_bytes: int
-    chunks: list[list[Chunk]]
 
 
 class LoadRunner:
@@ -145,7 +136,7 @@ class LoadRunner:
         self.record.set_group([worker.worker_id for worker in group])
         self.record.move_to(LoadState.LOAD_STATE_PLANNING)
         planned = await asyncio.to_thread(self._plan)
-        self.record.set_plan(planned.plan, planned.totals, planned.source_bytes)
+        self.record.set_plan(planned)
         self.record.move_to(LoadState.LOAD_STATE_PREPARING)
         endpoints = await self._prepare(group, planned)
         self.record.move_to(LoadState.LOAD_STATE_STREAMING)
@@ -157,16 +148,12 @@ class LoadRunner:
         await self._commit()
         self.record.move_to(LoadState.LOAD_STATE_SUCCEEDED)
 
-    def _plan(self) -> _Planned:
-        plan = plan_load(self._request.read(), self._request.tp, self._request.options)
-        chunk_bytes = chunk_bytes_for(self._request.window_bytes, plan.tp)
-        steps = plan_steps(plan, chunk_bytes)
-        chunks = [rank_chunks(steps, rank) for rank in range(plan.tp)]
-        totals = [plan.totals(rank) for rank in range(plan.tp)]
-        return _Planned(plan, totals, plan.source_bytes, chunk_bytes, chunks)
+    def _plan(self) -> PlannedLoad:
+        request = self._request
+        return plan_chunks(request.read(), request.tp, request.options, request.window_bytes)
 
     async def _prepare(
-        self, group: Sequence[WorkerRecord], planned: _Planned
+        self, group: Sequence[WorkerRecord], planned: PlannedLoad
     ) -> tuple[RankEndpoint, ...]:
         self._clients = [
             self._connect(worker.worker_id, worker.registration.address) for worker in group
@@ -175,11 +162,12 @@ class LoadRunner:
         async def prepare(rank: int) -> RankEndpoint:
             pages = manifest_pages(self.record.load_id, planned.plan, rank, planned.chunks[rank])
             answer = await self._clients[rank].prepare(pages)
+            self.record.set_rank(rank, RankState.RANK_STATE_PREPARED)
             return RankEndpoint(
                 group[rank].worker_id, answer.data_host, answer.data_port, answer.token
             )
 
-        # All answers are awaited, so that no worker prepares after it was told to give up.
+        # One refusal does not cut the others short: their answers say what they hold.
         results = await asyncio.gather(
             *(prepare(rank) for rank in range(len(group))), return_exceptions=True
         )
@@ -202,16 +190,19 @@ class LoadRunner:
         """Commit every rank; a rank that does not answer is asked again for the time of a lease."""
         deadline = asyncio.get_running_loop().time() + self._request.lease_seconds
 
-        async def commit(client: WorkerClient) -> None:
+        async def commit(rank: int, client: WorkerClient) -> None:
             while True:
                 try:
-                    return await client.commit(self.record.load_id)
+                    await client.commit(self.record.load_id)
+                    return self.record.set_rank(rank, RankState.RANK_STATE_COMMITTED)
                 except WorkerLost:
                     if asyncio.get_running_loop().time() > deadline:
                         raise
                 await asyncio.sleep(COMMIT_RETRY_SECONDS)
 
-        results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
+        results = await asyncio.gather(
+            *itertools.starmap(commit, enumerate(self._clients)), return_exceptions=True
+        )
         failed = [result for result in results if isinstance(result, BaseException)]
         if failed:
             raise failed[0]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from loader_service.checkpoint.catalog import TensorInfo
+from loader_service.coordinator.admission import admission
 from loader_service.coordinator.coordinator import Coordinator
+from loader_service.coordinator.planning import PlannedLoad, plan_chunks
 from loader_service.coordinator.record import LoadRecord, is_settled
-from loader_service.plan.planner import PlanOptions, UnknownTensorPolicy, plan_load
-from loader_service.plan.slices import LoadPlan, TensorPlan
+from loader_service.coordinator.registry import WorkerRecord
+from loader_service.coordinator.replay import RequestReplay
+from loader_service.plan.planner import PlanOptions, UnknownTensorPolicy
+from loader_service.plan.slices import TensorPlan
 from loader_service.plan.tied import TiedHeadPolicy
-from loader_service.rpc import paginate
-from loader_service.stream.chunks import chunk_bytes_for, plan_steps, rank_chunks, staging_bytes
+from loader_service.serving.access import METHOD_ROLES, caller, require
+from loader_service.serving.paging import paginate
 from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 __all__ = ["CoordinatorServicer"]
@@ -23,6 +29,14 @@ __all__ = ["CoordinatorServicer"]
 WATCH_SECONDS = 0.1
 """Least time between two updates of a watched load."""
 
+UPDATES_PER_SECOND = 400
+"""Updates that all watchers together get at most; with many of them each hears less often."""
+
+DEFAULT_TENSORS, MAX_TENSORS = 1000, 10_000
+DEFAULT_RESOURCES, MAX_RESOURCES = 100, 1000
+"""Entries of a page."""
+
+_Response = TypeVar("_Response", bound=Message)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _TIED = {
     types_pb2.TIED_HEAD_POLICY_OBEY_FILE: TiedHeadPolicy.OBEY_FILE,
@@ -37,12 +51,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, coordinator: Coordinator) -> None:
         """Serve `coordinator`."""
         self._coordinator = coordinator
+        self._replay = RequestReplay()
+        self._watchers = 0
 
     async def RegisterWorker(
         self, request: coordinator_pb2.RegisterWorkerRequest, context: _Context
     ) -> coordinator_pb2.RegisterWorkerResponse:
         """Take a worker in."""
-        self._coordinator.register(request)
+        await self._coordinator.register(request)
         response = coordinator_pb2.RegisterWorkerResponse()
         settings = self._coordinator.settings
         response.heartbeat_interval.FromNanoseconds(int(settings.heartbeat_seconds * 1e9))
@@ -71,7 +87,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         checkpoint = await asyncio.to_thread(
             self._coordinator.read, request.path, request.allow_trailing_bytes
         )
-        tensors, token = _page(list(checkpoint.catalog), lambda tensor: tensor.name, request)
+        tensors, token = paginate(
+            list(checkpoint.catalog),
+            lambda tensor: tensor.name,
+            _catalog_tensor,
+            request,
+            default=DEFAULT_TENSORS,
+            maximum=MAX_TENSORS,
+        )
         return coordinator_pb2.InspectCheckpointResponse(
             path=checkpoint.path,
             architecture=checkpoint.architecture,
@@ -79,7 +102,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             payload_bytes=checkpoint.catalog.payload_bytes,
             files=list(checkpoint.catalog.files),
             warnings=checkpoint.warnings,
-            tensors=map(_catalog_tensor, tensors),
+            tensors=tensors,
             next_page_token=token,
         )
 
@@ -87,62 +110,70 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.PlanLoadRequest, context: _Context
     ) -> coordinator_pb2.PlanLoadResponse:
         """Plan without allocating."""
-        return await asyncio.to_thread(self._plan, request)
+        planned, response = await asyncio.to_thread(self._plan, request)
+        response.admission.CopyFrom(
+            admission(planned, self._coordinator.registry, request.worker_ids)
+        )
+        return response
 
-    def _plan(self, request: coordinator_pb2.PlanLoadRequest) -> coordinator_pb2.PlanLoadResponse:
+    def _plan(
+        self, request: coordinator_pb2.PlanLoadRequest
+    ) -> tuple[PlannedLoad, coordinator_pb2.PlanLoadResponse]:
         options = request.options
         checkpoint = self._coordinator.read(request.path, options.allow_trailing_bytes)
-        plan = plan_load(checkpoint, request.tp, _plan_options(options))
-        numbered = [(f"{number:012d}", tensor) for number, tensor in enumerate(plan.tensors)]
-        page: Sequence[tuple[str, TensorPlan]] = ()
+        planned = plan_chunks(
+            checkpoint,
+            request.tp,
+            _plan_options(options),
+            self._coordinator.settings.window_bytes,
+        )
+        plan = planned.plan
+        tensors: Sequence[coordinator_pb2.TensorPlan] = ()
         token = ""
         if request.include_tensors:
-            page, token = _page(numbered, lambda entry: entry[0], request)
-        return coordinator_pb2.PlanLoadResponse(
+            tensors, token = paginate(
+                list(enumerate(plan.tensors)),
+                lambda entry: f"{entry[0]:012d}",
+                lambda entry: _tensor_plan(entry[1]),
+                request,
+                default=DEFAULT_TENSORS,
+                maximum=MAX_TENSORS,
+            )
+        response = coordinator_pb2.PlanLoadResponse(
             path=plan.path,
             architecture=plan.architecture,
             tp=plan.tp,
-            source_bytes=plan.source_bytes,
+            source_bytes=planned.source_bytes,
             tied_head_present=plan.tied_head_present,
             warnings=plan.warnings,
-            ranks=self._rank_plans(plan),
-            tensors=(_tensor_plan(tensor) for _, tensor in page),
+            ranks=_rank_plans(planned),
+            tensors=tensors,
             next_page_token=token,
         )
-
-    def _rank_plans(self, plan: LoadPlan) -> list[coordinator_pb2.RankPlan]:
-        window_bytes = self._coordinator.settings.window_bytes
-        steps = plan_steps(plan, chunk_bytes_for(window_bytes, plan.tp))
-        plans = []
-        for rank in range(plan.tp):
-            totals = plan.totals(rank)
-            plans.append(
-                coordinator_pb2.RankPlan(
-                    rank=rank,
-                    source_bytes=totals.wire_bytes,
-                    wire_bytes=totals.wire_bytes,
-                    resident_bytes=totals.resident_bytes,
-                    replicated_bytes=totals.replicated_bytes,
-                    staging_peak_bytes=staging_bytes(rank_chunks(steps, rank)),
-                    tensor_count=totals.tensor_count,
-                )
-            )
-        return plans
+        return planned, response
 
     async def Load(
         self, request: coordinator_pb2.LoadRequest, context: _Context
     ) -> coordinator_pb2.LoadResponse:
         """Start a load."""
-        record = self._coordinator.start(
-            path=request.path,
-            tp=request.tp,
-            worker_ids=list(request.worker_ids),
-            wait_seconds=request.wait_for_workers_duration.ToNanoseconds() / 1e9,
-            options=_plan_options(request.options),
-            allow_trailing_bytes=request.options.allow_trailing_bytes,
-            request_id=request.request_id,
-        )
-        return coordinator_pb2.LoadResponse(load=record.message())
+
+        async def start() -> coordinator_pb2.LoadResponse:
+            record = self._coordinator.start(
+                path=request.path,
+                tp=request.tp,
+                worker_ids=list(request.worker_ids),
+                wait_seconds=request.wait_for_workers_duration.ToNanoseconds() / 1e9,
+                options=_plan_options(request.options),
+                allow_trailing_bytes=request.options.allow_trailing_bytes,
+                owner=caller.get().name,
+            )
+            return coordinator_pb2.LoadResponse(load=record.message())
+
+        return await self._once(request, start)
+
+    async def _once(self, request: Any, work: Callable[[], Awaitable[_Response]]) -> _Response:
+        """Answer a request that changes something; its id makes it happen once."""
+        return await self._replay.answer(caller.get().name, request, request.request_id, work)
 
     async def GetLoad(
         self, request: coordinator_pb2.GetLoadRequest, context: _Context
@@ -156,69 +187,130 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.ListLoadsRequest, context: _Context
     ) -> coordinator_pb2.ListLoadsResponse:
         """List loads, newest first."""
-        records = self._coordinator.all()
-        page, token = paginate(
-            records,
+        loads, token = paginate(
+            self._coordinator.all(),
             LoadRecord.order_key,
-            request.page_size,
-            request.page_token,
-            default=100,
-            maximum=1000,
+            LoadRecord.message,
+            request,
+            default=DEFAULT_RESOURCES,
+            maximum=MAX_RESOURCES,
         )
-        return coordinator_pb2.ListLoadsResponse(
-            loads=[record.message() for record in page], next_page_token=token
-        )
+        return coordinator_pb2.ListLoadsResponse(loads=loads, next_page_token=token)
 
     async def WatchLoad(
         self, request: coordinator_pb2.WatchLoadRequest, context: _Context
     ) -> AsyncIterator[coordinator_pb2.WatchLoadResponse]:
         """Send the load as it is, then changes, until it is settled."""
         record = self._coordinator.get(request.load_id)
-        revision = request.after_revision
+        if request.cancel_when_gone:
+            cancel = f"{coordinator_pb2.DESCRIPTOR.package}.CoordinatorService/CancelLoad"
+            require(caller.get(), METHOD_ROLES[f"/{cancel}"], "cancelling a load")
+        self._watchers += 1
+        try:
+            async for load in self._follow(record, request.after_revision):
+                yield coordinator_pb2.WatchLoadResponse(load=load)
+        finally:
+            self._watchers -= 1
+            if request.cancel_when_gone:
+                self._coordinator.abandon(request.load_id)
+
+    async def _follow(
+        self, record: LoadRecord, after_revision: int
+    ) -> AsyncIterator[types_pb2.Load]:
+        revision = after_revision
         while True:
             # A settled load is sent even to a client that has seen this revision: it ends the call.
             if not is_settled(record.state):
                 await record.wait_for_change(revision)
             load = record.message()
             revision = load.revision
-            yield coordinator_pb2.WatchLoadResponse(load=load)
+            yield load
             if is_settled(load.state):
                 return
-            await asyncio.sleep(WATCH_SECONDS)
+            # A settled load is told at once; everything before it can wait for its turn.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(WATCH_SECONDS, self._watchers / UPDATES_PER_SECOND)):
+                    await record.wait_until_settled()
 
     async def CancelLoad(
         self, request: coordinator_pb2.CancelLoadRequest, context: _Context
     ) -> coordinator_pb2.CancelLoadResponse:
         """End a load that is not committed."""
-        record = await self._coordinator.cancel(request.load_id)
-        return coordinator_pb2.CancelLoadResponse(load=record.message())
+
+        async def cancel() -> coordinator_pb2.CancelLoadResponse:
+            record = await self._coordinator.cancel(request.load_id)
+            return coordinator_pb2.CancelLoadResponse(load=record.message())
+
+        return await self._once(request, cancel)
 
     async def Unload(
         self, request: coordinator_pb2.UnloadRequest, context: _Context
     ) -> coordinator_pb2.UnloadResponse:
         """Give a committed load back."""
-        record = await self._coordinator.unload(request.load_id)
-        return coordinator_pb2.UnloadResponse(load=record.message())
+
+        async def unload() -> coordinator_pb2.UnloadResponse:
+            record = await self._coordinator.unload(request.load_id)
+            return coordinator_pb2.UnloadResponse(load=record.message())
+
+        return await self._once(request, unload)
 
     async def ListWorkers(
         self, request: coordinator_pb2.ListWorkersRequest, context: _Context
     ) -> coordinator_pb2.ListWorkersResponse:
         """List workers by id."""
-        page, token = paginate(
+        workers, token = paginate(
             self._coordinator.registry.all(),
             lambda worker: worker.worker_id,
-            request.page_size,
-            request.page_token,
-            default=100,
-            maximum=1000,
+            WorkerRecord.message,
+            request,
+            default=DEFAULT_RESOURCES,
+            maximum=MAX_RESOURCES,
         )
-        return coordinator_pb2.ListWorkersResponse(
-            workers=[worker.message() for worker in page], next_page_token=token
-        )
+        return coordinator_pb2.ListWorkersResponse(workers=workers, next_page_token=token)
+
+    async def GetWorker(
+        self, request: coordinator_pb2.GetWorkerRequest, context: _Context
+    ) -> coordinator_pb2.GetWorkerResponse:
+        """Return one worker."""
+        worker = self._coordinator.registry.get(request.worker_id)
+        return coordinator_pb2.GetWorkerResponse(worker=worker.message())
+
+    async def DrainWorker(
+        self, request: coordinator_pb2.DrainWorkerRequest, context: _Context
+    ) -> coordinator_pb2.DrainWorkerResponse:
+        """Give a worker no new load."""
+
+        async def drain() -> coordinator_pb2.DrainWorkerResponse:
+            worker = self._coordinator.set_draining(request.worker_id, True)
+            return coordinator_pb2.DrainWorkerResponse(worker=worker.message())
+
+        return await self._once(request, drain)
+
+    async def UndrainWorker(
+        self, request: coordinator_pb2.UndrainWorkerRequest, context: _Context
+    ) -> coordinator_pb2.UndrainWorkerResponse:
+        """Let a drained worker take loads again."""
+
+        async def undrain() -> coordinator_pb2.UndrainWorkerResponse:
+            worker = self._coordinator.set_draining(request.worker_id, False)
+            return coordinator_pb2.UndrainWorkerResponse(worker=worker.message())
+
+        return await self._once(request, undrain)
 
 
-def _page(items: Sequence[Any], key: Any, request: Any) -> tuple[Sequence[Any], str]:
-    return paginate(items, key, request.page_size, request.page_token, default=1000, maximum=10_000)
+def _rank_plans(planned: PlannedLoad) -> list[coordinator_pb2.RankPlan]:
+    return [
+        coordinator_pb2.RankPlan(
+            rank=totals.rank,
+            source_bytes=totals.wire_bytes,
+            wire_bytes=totals.wire_bytes,
+            resident_bytes=totals.resident_bytes,
+            replicated_bytes=totals.replicated_bytes,
+            staging_peak_bytes=staging,
+            tensor_count=totals.tensor_count,
+        )
+        for totals, staging in zip(planned.totals, planned.staging_bytes, strict=True)
+    ]
 
 
 def _plan_options(options: types_pb2.PlanOptions) -> PlanOptions:

@@ -254,9 +254,7 @@ def _take(path: str, entry: Any, proofs: Mapping[str, dict[str, Identity]]) -> N
     try:
         role = Role(entry.get("role", ""))
     except ValueError:
-        raise _invalid(
-            path, f"identity {name!r}: role is one of {', '.join(Role)}"
-        ) from None
+        raise _invalid(path, f"identity {name!r}: role is one of {', '.join(Role)}") from None
     (proof,) = given
     value = entry[proof].lower() if proof == "token_sha256" else entry[proof]
     if proof == "token_sha256" and (len(value) != 64 or set(value) - set("0123456789abcdef")):
@@ -276,7 +274,9 @@ def _reviewer(path: str, section: Any) -> TokenReviewer | None:
         or not all(isinstance(text, str) for text in section.values())
         or not section.get("audience")
     ):
-        raise _invalid(path, f"[kubernetes] holds audience and, if need be, {', '.join(sorted(keys))}")
+        raise _invalid(
+            path, f"[kubernetes] holds audience and, if need be, {', '.join(sorted(keys))}"
+        )
     return TokenReviewer(**section)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import logging
 from pathlib import Path
@@ -46,7 +46,7 @@ class AuditLog:
     ) -> None:
         """Record a call; a log that cannot be written is reported, and the call goes on."""
         entry: dict[str, Any] = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
             "identity": identity,
             "peer": peer,
             "method": method.rpartition("/")[2],

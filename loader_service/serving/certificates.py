@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import ssl
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -37,8 +38,10 @@ def server_credentials(cert: str, key: str, client_ca: str) -> grpc.ServerCreden
         raise InvalidRequest(
             f"{cert}, {key}: {error}", reason="TLS_FILES_INVALID", field="tls_cert"
         ) from error
+    # The callback may return None; the type stubs do not know.
+    fetch: Any = files.load_if_changed
     return grpc.dynamic_ssl_server_credentials(
-        first, files.load_if_changed, require_client_authentication=bool(client_ca)
+        first, fetch, require_client_authentication=bool(client_ca)
     )
 
 

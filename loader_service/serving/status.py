@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -25,7 +26,9 @@ def failure_message(error: LoaderError) -> types_pb2.Failure:
     return types_pb2.Failure(reason=reason, message=message, metadata=metadata)
 
 
-def trailing_metadata(error: LoaderError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+def trailing_metadata(
+    error: LoaderError,
+) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
     """Return code, text and trailing metadata that tell a caller of `error`.
 
     The metadata holds a `google.rpc.Status` with `ErrorInfo`, and `BadRequest` for a wrong field,
@@ -35,7 +38,7 @@ def trailing_metadata(error: LoaderError) -> tuple[grpc.StatusCode, str, tuple[t
     failure.message = _cut(failure.message, _MESSAGE_CHARACTERS)
     for key, value in list(failure.metadata.items()):
         failure.metadata[key] = _cut(value, _VALUE_CHARACTERS)
-    details = [
+    details: list[Message] = [
         error_details_pb2.ErrorInfo(
             reason=failure.reason, domain=errors.ERROR_DOMAIN, metadata=failure.metadata
         )
@@ -58,7 +61,7 @@ def trailing_metadata(error: LoaderError) -> tuple[grpc.StatusCode, str, tuple[t
     )
 
 
-def _any(detail: object) -> any_pb2.Any:
+def _any(detail: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)
     return packed

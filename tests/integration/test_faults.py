@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from loader_service import demo
-from loader_service.client import LoaderClient
+from loader_service.client import AsyncLoaderClient
 from loader_service.v1 import types_pb2
 from tests.checkpoints import write_sparse_llama
 from tests.cluster import Cluster, cluster, wait_for
@@ -51,7 +51,7 @@ def running(shared: Cluster) -> Cluster:
 def begin(running: Cluster, checkpoint: Path) -> str:
     """Start a load and return when bytes have landed on both ranks."""
 
-    async def work(client: LoaderClient) -> str:
+    async def work(client: AsyncLoaderClient) -> str:
         started = await client.load(str(checkpoint), 2)
         async for load in client.watch(started.load_id):
             if load.ranks and all(0 < rank.done_bytes < rank.total_bytes for rank in load.ranks):

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
+from loader_service.coordinator.planning import PlannedLoad
 from loader_service.coordinator.record import RATE_SECONDS, LoadRecord, is_settled, is_terminal
 from loader_service.errors import LoadCancelled, WorkerLost, WrongState
 from loader_service.plan.slices import LoadPlan
@@ -38,7 +39,8 @@ WAY: tuple[State, ...] = (
 )  # fmt: skip
 """The longest way through the states."""
 
-LEGAL = {*itertools.pairwise(WAY), (SUCCEEDED, UNLOADING)}
+LEGAL = {*itertools.pairwise(WAY), (SUCCEEDED, UNLOADING), (DEGRADED, SUCCEEDED)}
+STALL = 2.0
 ALL_STATES = tuple(LoadState.values())
 
 
@@ -60,9 +62,13 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
+def new_record(clock: FakeClock, path: str = "p", tp: int = 1) -> LoadRecord:
+    return LoadRecord("load-1", path, tp, clock, "somebody", STALL)
+
+
 @pytest.fixture
 def record(clock: FakeClock) -> LoadRecord:
-    return LoadRecord("load-1", "some/path", 2, clock)
+    return new_record(clock, "some/path", 2)
 
 
 def go_to(record: LoadRecord, state: State) -> None:
@@ -72,8 +78,16 @@ def go_to(record: LoadRecord, state: State) -> None:
 
 
 def set_plan(record: LoadRecord, plan: LoadPlan) -> None:
-    totals = [plan.totals(rank) for rank in range(plan.tp)]
-    record.set_plan(plan, totals, plan.source_bytes)
+    record.set_plan(
+        PlannedLoad(
+            plan=plan,
+            chunk_bytes=1 << 20,
+            chunks=(),
+            totals=tuple(plan.totals(rank) for rank in range(plan.tp)),
+            staging_bytes=(),
+            source_bytes=plan.source_bytes,
+        )
+    )
 
 
 def name(state: State) -> str:
@@ -86,7 +100,7 @@ def name(state: State) -> str:
 @pytest.mark.parametrize("before", WAY, ids=name)
 def test_only_the_transitions_of_the_table_are_allowed(before: State, clock: FakeClock) -> None:
     for after in ALL_STATES:
-        record = LoadRecord("load-1", "p", 1, clock)
+        record = new_record(clock)
         go_to(record, before)
         revision = record.revision
         if (before, after) in LEGAL:
@@ -149,7 +163,13 @@ def test_a_new_load_shows_what_was_asked_for(record: LoadRecord) -> None:
     assert message.total_duration.ToNanoseconds() == 0
     message.ClearField("total_duration")
     assert message == types_pb2.Load(
-        load_id="load-1", state=PENDING, path="some/path", tp=2, replicas=1, revision=1
+        load_id="load-1",
+        state=PENDING,
+        path="some/path",
+        tp=2,
+        replicas=1,
+        revision=1,
+        owner="somebody",
     )
 
 
@@ -197,7 +217,7 @@ def test_every_change_raises_the_revision(record: LoadRecord, tmp_path: Path) ->
 
 
 def test_loads_sort_newest_first(clock: FakeClock) -> None:
-    records = [LoadRecord(f"load-{number}", "p", 1, clock) for number in range(12)]
+    records = [new_record(clock) for number in range(12)]
     assert sorted(records, key=LoadRecord.order_key) == records[::-1]
 
 

@@ -64,6 +64,9 @@ class FakeWorker:
         self.hold_abort.set()
         self.holds = False
 
+    async def incarnation(self) -> str:
+        return "life"
+
     async def prepare(
         self, pages: Iterable[worker_pb2.PrepareLoadRequest]
     ) -> worker_pb2.PrepareLoadResponse:
@@ -110,7 +113,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         write_file(folder / "model.safetensors", [random_tensor("t", "U8", (SIZE,))])
         self.folder = folder
-        self.record = LoadRecord("load-1", str(folder), 2, SystemClock())
+        self.record = LoadRecord("load-1", str(folder), 2, SystemClock(), "somebody", 2.0)
         self.workers = [FakeWorker("a"), FakeWorker("b")]
         self.stream: Play = stream_well
         self.read: Callable[[], Checkpoint] = lambda: read_checkpoint(str(folder), str(folder))

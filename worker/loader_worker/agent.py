@@ -7,11 +7,15 @@ import logging
 import socket
 import time
 
-import grpc.aio
-
-from loader_service.errors import LoaderError, VersionSkew, WorkerNotFound
-from loader_service.rpc import from_rpc_error
-from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc
+from loader_service.channel import AsyncEndpoint
+from loader_service.errors import (
+    Conflict,
+    LoaderError,
+    VersionSkew,
+    WorkerNotFound,
+    WorkerSuperseded,
+)
+from loader_service.v1 import coordinator_pb2
 from loader_service.version import PROTOCOL_VERSION, __version__
 from loader_worker.worker import Worker
 
@@ -30,10 +34,15 @@ class Agent:
     freed; committed ones stay.
     """
 
-    def __init__(self, worker: Worker, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        coordinator: AsyncEndpoint,
+        address: str,
+    ) -> None:
         """Speak for `worker`, which is reached at `address`."""
         self._worker = worker
-        self._coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        self._coordinator = coordinator
         self._address = address
         self._lease_seconds = 0.0
         self._interval_seconds = 0.0
@@ -43,6 +52,8 @@ class Agent:
 
         Raises:
             VersionSkew: the coordinator refuses this version for good.
+            Conflict: another process has this worker's name.
+            WorkerSuperseded: a newer life of this worker has taken its place.
         """
         while True:
             await self._register()
@@ -54,9 +65,9 @@ class Agent:
             worker_id=self._worker.worker_id, incarnation=self._worker.incarnation
         )
         try:
-            await self._coordinator.DeregisterWorker(request, timeout=1.0)
-        except grpc.aio.AioRpcError as error:
-            _log.info("deregistering: %s", from_rpc_error(error))
+            await self._coordinator.call("DeregisterWorker", request, 1.0)
+        except LoaderError as error:
+            _log.info("deregistering: %s", error)
 
     async def _register(self) -> None:
         request = coordinator_pb2.RegisterWorkerRequest(
@@ -71,20 +82,20 @@ class Agent:
         attempt = 0
         last_contact = time.monotonic()
         while True:
-            request.memory.CopyFrom(self._worker.memory())
+            request.memory.CopyFrom(await self._worker.memory())
             del request.loads[:]
             request.loads.extend(self._worker.loads())
             try:
-                terms = await self._coordinator.RegisterWorker(request, timeout=CALL_SECONDS)
+                terms = await self._coordinator.call("RegisterWorker", request, CALL_SECONDS)
                 self._interval_seconds = terms.heartbeat_interval.ToTimedelta().total_seconds()
                 self._lease_seconds = terms.lease_duration.ToTimedelta().total_seconds()
                 _log.info("registered as %s", self._worker.worker_id)
+                self._worker.contacted(self._lease_seconds)
                 return
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                if isinstance(failure, VersionSkew):
-                    raise failure from error
-                _log.info("registering: %s", failure)
+            except (VersionSkew, Conflict, WorkerSuperseded):
+                raise
+            except LoaderError as error:
+                _log.warning("registering: %s", error)
             await self._end_orphans(last_contact)
             await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1
@@ -95,15 +106,16 @@ class Agent:
         while True:
             started = time.monotonic()
             try:
-                answer = await self._coordinator.Heartbeat(
-                    self._heartbeat(), timeout=self._interval_seconds * 2
+                answer = await self._coordinator.call(
+                    "Heartbeat", await self._heartbeat(), self._interval_seconds * 2
                 )
                 last_contact = time.monotonic()
-            except grpc.aio.AioRpcError as error:
-                failure: LoaderError = from_rpc_error(error)
-                _log.info("heartbeat: %s", failure)
-                if isinstance(failure, WorkerNotFound):
-                    return
+                self._worker.contacted(self._lease_seconds)
+            except WorkerNotFound as error:
+                _log.info("heartbeat: %s", error)
+                return
+            except LoaderError as error:
+                _log.warning("heartbeat: %s", error)
                 await self._end_orphans(last_contact)
             else:
                 for load_id in answer.release_load_ids:
@@ -115,10 +127,10 @@ class Agent:
         if self._lease_seconds and time.monotonic() - last_contact > self._lease_seconds:
             await self._worker.abort_uncommitted()
 
-    def _heartbeat(self) -> coordinator_pb2.HeartbeatRequest:
+    async def _heartbeat(self) -> coordinator_pb2.HeartbeatRequest:
         return coordinator_pb2.HeartbeatRequest(
             worker_id=self._worker.worker_id,
             incarnation=self._worker.incarnation,
-            memory=self._worker.memory(),
+            memory=await self._worker.memory(),
             loads=self._worker.loads(),
         )

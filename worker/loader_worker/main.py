@@ -13,13 +13,18 @@ import sys
 from loader_kernels.device import Device
 from loader_kernels.devices import open_device
 from loader_service import addresses
+from loader_service.channel import AsyncEndpoint
 from loader_service.errors import LoaderError
 from loader_service.logs import log_to_stderr
-from loader_service.rpc import open_channel
-from loader_service.serving import Server, stop_requested
+from loader_service.serving.options import (
+    add_serving_arguments,
+    channel_security,
+    serving_options,
+)
+from loader_service.serving.server import Server, stop_requested
 from loader_service.sizes import parse_size
 from loader_service.stream.ucxx_transport import UcxxTransport
-from loader_service.v1 import worker_pb2_grpc
+from loader_service.v1 import coordinator_pb2_grpc, worker_pb2_grpc
 from loader_service.version import __version__
 from loader_worker.agent import Agent
 from loader_worker.servicer import WorkerServicer
@@ -35,34 +40,47 @@ SERVICE = "loader_service.v1.WorkerService"
 async def serve(options: argparse.Namespace, device: Device) -> None:
     """Serve with `device` until SIGTERM or SIGINT."""
     stop = stop_requested()
+    serving = serving_options(options)
+    listen = options.listen or addresses.join(serving.default_host, 0)
+    # Before anything is started: a refused option must not leave UCX's threads behind.
+    serving.check_listen(listen)
+    coordinator = AsyncEndpoint(
+        options.coordinator,
+        channel_security(options),
+        coordinator_pb2_grpc.CoordinatorServiceStub,
+    )
+    server = Server([SERVICE], serving)
+    host = await asyncio.to_thread(_advertised_host, options, listen)
     transport = UcxxTransport.start(addresses.parse_ports(options.data_ports))
     worker = Worker(options.worker_id, device, transport)
-    server = Server([SERVICE])
-    host = await asyncio.to_thread(_advertised_host, options)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker, host), server.grpc)
-    _, port = addresses.split(await server.start(options.listen))
-    address = options.advertise or addresses.join(host, port)
-    print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)  # noqa: T201 - launchers read it
-    async with open_channel(options.coordinator) as channel:
-        agent = Agent(worker, channel, address)
+    try:
+        servicer = WorkerServicer(worker, host)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
+        _, port = addresses.split(await server.start(listen))
+        address = options.advertise or addresses.join(host, port)
+        print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)  # noqa: T201 - launchers read it
+        agent = Agent(worker, coordinator, address)
         membership = asyncio.create_task(agent.run())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((membership, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         membership.cancel()
         await agent.deregister()
+        servicer.end_watches()
         await server.stop()
-        await worker.close()
-        await transport.close()
         with contextlib.suppress(asyncio.CancelledError):
             await membership
+    finally:
+        await coordinator.close()
+        await worker.close()
+        await transport.close()
 
 
-def _advertised_host(options: argparse.Namespace) -> str:
+def _advertised_host(options: argparse.Namespace, listen: str) -> str:
     """Return the host that others reach this worker at; never a wildcard."""
     if options.advertise:
         return addresses.split(options.advertise)[0]
-    host, _ = addresses.split(options.listen)
+    host, _ = addresses.split(listen)
     if not addresses.is_wildcard(host):
         return host
     return addresses.local_address_towards(*addresses.split(options.coordinator))
@@ -79,7 +97,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="loader-worker", description="Receives weights to one device and keeps them there."
     )
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
-    parser.add_argument("--listen", default="0.0.0.0:0", metavar="HOST:PORT")
+    parser.add_argument(
+        "--listen",
+        default="",
+        metavar="HOST:PORT",
+        help="default any free port, of every address when secured, else of this machine only",
+    )
     parser.add_argument(
         "--advertise", default="", metavar="HOST:PORT", help="address given to others"
     )
@@ -92,6 +115,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--worker-id", default=_default_worker_id(), help="kept across restarts")
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
+    add_serving_arguments(parser)
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args(arguments)
 

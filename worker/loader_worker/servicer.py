@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from loader_service.errors import InvalidRequest
-from loader_service.rpc import paginate
+from loader_service.serving.paging import paginate
 from loader_service.stream.threads import run_in_thread
 from loader_service.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from loader_worker.manifest import parse_manifest
@@ -20,6 +22,11 @@ __all__ = ["WorkerServicer"]
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
+WATCH_SECONDS = 0.5
+"""Least time between two updates of a watched status."""
+
+MAX_MANIFEST_ENTRIES = 4_000_000
+"""Most slices and chunks of a manifest, about a gigabyte in memory."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,37 +38,52 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Serve `worker`; `data_host` is where its data-plane listeners are reached."""
         self._worker = worker
         self._data_host = data_host
+        self._stopping = asyncio.Event()
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: _Context
     ) -> worker_pb2.GetStatusResponse:
         """Return memory and loads."""
-        return worker_pb2.GetStatusResponse(
-            worker_id=self._worker.worker_id,
-            incarnation=self._worker.incarnation,
-            device=self._worker.device.name,
-            memory=self._worker.memory(),
-            loads=self._worker.loads(),
-        )
+        return worker_pb2.GetStatusResponse(status=await self._worker.status())
+
+    async def WatchStatus(
+        self, request: worker_pb2.WatchStatusRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
+        """Send the status, then changes, until the caller leaves or the worker stops."""
+        last = None
+        while not self._stopping.is_set():
+            status = await self._worker.status()
+            if status != last:
+                yield worker_pb2.WatchStatusResponse(status=status)
+            last = status
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await self._stopping.wait()
+
+    def end_watches(self) -> None:
+        """Let every `WatchStatus` come to its end; an open one would delay the server's stop."""
+        self._stopping.set()
 
     async def ListTensors(
         self, request: worker_pb2.ListTensorsRequest, context: _Context
     ) -> worker_pb2.ListTensorsResponse:
         """List the store's tensors; digests are computed from the device's memory."""
         session = self._worker.committed(request.load_id)
-        names, token = paginate(
-            self._worker.store.names(),
+        store = self._worker.store
+        tensors, token = paginate(
+            store.names(),
             str,
-            request.page_size,
-            request.page_token,
+            lambda name: _tensor_slice(store.get(name)),
+            request,
             default=DEFAULT_PAGE,
             maximum=MAX_PAGE,
         )
-        tensors = [self._worker.store.get(name) for name in names]
+        if request.include_sha256:
+            for tensor in tensors:
+                weight = store.get(tensor.name)
+                tensor.sha256 = await run_in_thread(self._worker.threads, self._sha256, weight)
         return worker_pb2.ListTensorsResponse(
-            rank=session.manifest.rank,
-            tensors=[await self._describe(tensor, request.include_sha256) for tensor in tensors],
-            next_page_token=token,
+            rank=session.manifest.rank, tensors=tensors, next_page_token=token
         )
 
     async def PrepareLoad(
@@ -70,11 +92,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Collect the manifest, allocate and listen."""
         header: worker_pb2.ManifestHeader | None = None
         pages = []
+        room = 0
         async for request in request_iterator:
             if request.HasField("header") and header is None:
                 header = request.header
+                room = header.slice_count + header.chunk_count
+                if room > MAX_MANIFEST_ENTRIES:
+                    raise InvalidRequest(
+                        f"the manifest has {room} entries, more than {MAX_MANIFEST_ENTRIES}",
+                        reason="INVALID_MANIFEST",
+                    )
             elif request.HasField("body") and header is not None:
                 pages.append(request.body)
+                room -= len(request.body.slices) + len(request.body.chunks)
+                if room < 0:
+                    raise InvalidRequest(
+                        "the manifest has more entries than its header says",
+                        reason="INVALID_MANIFEST",
+                    )
             else:
                 raise InvalidRequest(
                     "a manifest is one header, then bodies", reason="INVALID_MANIFEST"
@@ -92,29 +127,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.CommitLoadResponse:
         """Make a verified load visible."""
         await self._worker.commit(request.load_id)
-        return worker_pb2.CommitLoadResponse(memory=self._worker.memory())
+        return worker_pb2.CommitLoadResponse(memory=await self._worker.memory())
 
     async def AbortLoad(
         self, request: worker_pb2.AbortLoadRequest, context: _Context
     ) -> worker_pb2.AbortLoadResponse:
         """End a load and free what it holds."""
         await self._worker.abort(request.load_id)
-        return worker_pb2.AbortLoadResponse(memory=self._worker.memory())
-
-    async def _describe(self, tensor: WeightTensor, with_sha256: bool) -> types_pb2.TensorSlice:
-        sha256 = ""
-        if with_sha256:
-            sha256 = await run_in_thread(self._worker.threads, self._sha256, tensor)
-        return types_pb2.TensorSlice(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            bytes=tensor.nbytes,
-            padding_rows=tensor.padding_rows,
-            aliases=tensor.aliases,
-            sha256=sha256,
-        )
+        return worker_pb2.AbortLoadResponse(memory=await self._worker.memory())
 
     def _sha256(self, tensor: WeightTensor) -> str:
         memory = self._worker.device.read(tensor.buffer, 0, tensor.nbytes)
         return hashlib.sha256(memory).hexdigest()
+
+
+def _tensor_slice(tensor: WeightTensor) -> types_pb2.TensorSlice:
+    return types_pb2.TensorSlice(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        bytes=tensor.nbytes,
+        padding_rows=tensor.padding_rows,
+        aliases=tensor.aliases,
+    )

@@ -79,7 +79,21 @@ class LoadSession:
             raise
         self._receiver = Receiver(self.manifest, self._buffers, self._device, self._threads)
         self._receiving = asyncio.create_task(self._receive(self._receiver))
+        return self.door
+
+    @property
+    def door(self) -> tuple[int, bytes]:
+        """Port of the listener and the token that opens it; only while the session is prepared."""
+        assert self._listener is not None
         return self._listener.port, self._token
+
+    def awaits(self, manifest: Manifest) -> bool:
+        """Whether this very manifest is prepared and nobody has connected yet."""
+        return (
+            self.state == WorkerLoadState.WORKER_LOAD_STATE_PREPARED
+            and self._listener is not None
+            and self.manifest == manifest
+        )
 
     def commit(self, store: WeightStore) -> None:
         """Hand the verified slices to `store`; repeating it is harmless.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 from loader_kernels.device import Device
-from loader_service import errors
 from loader_service.errors import LoadNotFound, WorkerBusy
+from loader_service.serving.status import failure_message
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Transport
-from loader_service.v1 import coordinator_pb2, types_pb2
+from loader_service.v1 import coordinator_pb2, types_pb2, worker_pb2
 from loader_service.v1.types_pb2 import WorkerLoadState
 from loader_worker.manifest import Manifest
 from loader_worker.session import LoadSession
@@ -41,6 +42,7 @@ class Worker:
         self._transport = transport
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="device")
         self._session: LoadSession | None = None
+        self._registered_until = 0.0
         # Prepare, commit and abort change what the worker holds; one at a time.
         self._changing = asyncio.Lock()
 
@@ -50,7 +52,7 @@ class Worker:
         return self._threads
 
     async def prepare(self, manifest: Manifest) -> tuple[int, bytes]:
-        """Get ready to receive `manifest`.
+        """Get ready to receive `manifest`; repeating it before a chunk has landed is harmless.
 
         Returns:
             (port of the data-plane listener, token that opens it).
@@ -61,6 +63,8 @@ class Worker:
         """
         async with self._changing:
             await self._drop_failed()
+            if self._session is not None and self._session.awaits(manifest):
+                return self._session.door
             if self._session is not None:
                 held = self._session.manifest.load_id
                 raise WorkerBusy(
@@ -124,9 +128,25 @@ class Worker:
             raise LoadNotFound(f"load {load_id} is not committed here", load_id=load_id)
         return session
 
-    def memory(self) -> types_pb2.MemoryUsage:
+    def contacted(self, lease_seconds: float) -> None:
+        """Say that the coordinator has just answered; it counts as there for the time of a lease."""
+        self._registered_until = time.monotonic() + lease_seconds
+
+    async def status(self) -> worker_pb2.WorkerStatus:
+        """Return what the worker says of itself."""
+        return worker_pb2.WorkerStatus(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            device=self.device.name,
+            memory=await self.memory(),
+            loads=self.loads(),
+            registered=time.monotonic() < self._registered_until,
+        )
+
+    async def memory(self) -> types_pb2.MemoryUsage:
         """Return the device's memory and the store's part in it."""
-        memory = self.device.memory()
+        # Asking the device can block.
+        memory = await asyncio.to_thread(self.device.memory)
         return types_pb2.MemoryUsage(
             resident_bytes=self.store.resident_bytes(),
             loaded_bytes=self.store.loaded_bytes,
@@ -149,10 +169,7 @@ class Worker:
             transport=session.lanes,
         )
         if session.failure is not None:
-            reason, message, metadata = errors.to_fields(session.failure)
-            load.failure.MergeFrom(
-                types_pb2.Failure(reason=reason, message=message, metadata=metadata)
-            )
+            load.failure.CopyFrom(failure_message(session.failure))
         return [load]
 
     def _require(self, load_id: str) -> LoadSession:

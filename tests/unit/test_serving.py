@@ -1,9 +1,8 @@
-"""Errors and pages on the wire, over real servers on a loopback port."""
+"""What a server does around every call, over real servers on a loopback port."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from loader_service import errors
+from loader_service.channel import from_rpc_error
 from loader_service.errors import (
     DeadlineExceeded,
     InternalError,
@@ -22,8 +20,8 @@ from loader_service.errors import (
     LoaderError,
     ServiceUnavailable,
 )
-from loader_service.rpc import from_rpc_error, open_channel, paginate
-from loader_service.serving import Server
+from loader_service.serving.options import ServingOptions
+from loader_service.serving.server import Server
 from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 CLASSES = [
@@ -96,13 +94,13 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    server = Server(["loader_service.v1.CoordinatorService"])
+    server = Server(["loader_service.v1.CoordinatorService"], ServingOptions())
     servicer = Raising()  # type: ignore[abstract] # only the tested methods are there
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.grpc)
     worker = RaisingWorker(servicer)  # type: ignore[abstract]
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
     address = await server.start("127.0.0.1:0")
-    async with open_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address) as channel:
         yield Served(servicer, address, channel)
     await server.grpc.stop(None)
 
@@ -169,7 +167,7 @@ async def test_an_answer_that_does_not_come_in_time_is_a_deadline(served: Served
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await Stub(channel).GetLoad(coordinator_pb2.GetLoadRequest(), timeout=5)
     assert type(from_rpc_error(caught.value)) is ServiceUnavailable
@@ -177,68 +175,5 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
 
 async def test_a_port_that_is_taken_is_refused_by_its_address(served: Served) -> None:
     with pytest.raises(ServiceUnavailable, match=served.address) as caught:
-        await Server([]).start(served.address)
+        await Server([], ServingOptions()).start(served.address)
     assert caught.value.reason == "CANNOT_LISTEN"
-
-
-# ---------------------------------------------------------------- pages
-
-
-def all_pages(items: list[str], size: int, maximum: int = 1000) -> list[list[str]]:
-    pages: list[list[str]] = []
-    token = ""
-    while True:
-        page, token = paginate(items, str, size, token, default=3, maximum=maximum)
-        pages.append(list(page))
-        if not token:
-            return pages
-
-
-NAMES = st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=25).map(sorted)
-
-
-@given(items=NAMES, size=st.integers(0, 30), maximum=st.integers(1, 10))
-def test_pages_hold_everything_once_in_order_within_their_size(
-    items: list[str], size: int, maximum: int
-) -> None:
-    pages = all_pages(items, size, maximum)
-    assert [item for page in pages for item in page] == items
-    wanted = min(size or 3, maximum)
-    assert all(len(page) == wanted for page in pages[:-1])
-    assert len(pages[-1]) <= wanted
-    assert len(pages) == max(1, -(-len(items) // wanted))
-
-
-@given(items=NAMES, others=NAMES, size=st.integers(1, 5))
-def test_items_that_come_and_go_elsewhere_shift_no_page(
-    items: list[str], others: list[str], size: int
-) -> None:
-    first, token = paginate(items, str, size, "", default=3, maximum=9)
-    if not token:
-        return
-    # Whatever happens to the list, the next page begins right behind the last item seen.
-    changed = sorted({*others, *items[size:]})
-    second, _ = paginate(changed, str, 100, token, default=3, maximum=100)
-    assert list(second) == [item for item in changed if item > first[-1]]
-
-
-@pytest.mark.parametrize("size", [-1, -(2**31)])
-def test_a_negative_size_is_refused(size: int) -> None:
-    with pytest.raises(InvalidRequest, match="negative") as caught:
-        paginate(["a"], str, size, "", default=3, maximum=9)
-    assert caught.value.metadata == {"field": "page_size"}
-
-
-@pytest.mark.parametrize(
-    "token",
-    ["?", "a", "####", "YWJj\n", "Y W J j", "ä", "-", base64.urlsafe_b64encode(b"\xff").decode()],
-)
-def test_a_token_that_no_page_gave_out_is_refused(token: str) -> None:
-    with pytest.raises(InvalidRequest, match="page_token") as caught:
-        paginate(["a", "b"], str, 1, token, default=3, maximum=9)
-    assert caught.value.metadata == {"field": "page_token"}
-
-
-def test_a_token_behind_the_last_item_gives_an_empty_last_page() -> None:
-    _, token = paginate(["a", "z"], str, 1, "", default=3, maximum=9)
-    assert paginate([], str, 1, token, default=3, maximum=9) == ([], "")
