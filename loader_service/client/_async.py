@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -131,7 +131,7 @@ class AsyncLoaderClient:
 
     async def watch(
         self, load_id: str, *, cancel_when_gone: bool = False
-    ) -> AsyncIterator[types_pb2.Load]:
+    ) -> AsyncGenerator[types_pb2.Load, None]:
         """Yield the load as it is, then at every change, until it serves or has ended.
 
         A connection that breaks on the way is opened again; nothing is yielded twice.

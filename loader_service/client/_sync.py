@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -127,7 +127,9 @@ class LoaderClient:
         pages = self._pages(self._coordinator, "ListLoads", request)
         return [load for page in pages for load in page.loads]
 
-    def watch(self, load_id: str, *, cancel_when_gone: bool = False) -> Iterator[types_pb2.Load]:
+    def watch(
+        self, load_id: str, *, cancel_when_gone: bool = False
+    ) -> Generator[types_pb2.Load, None, None]:
         """Yield the load as it is, then at every change, until it serves or has ended.
 
         A connection that breaks on the way is opened again; nothing is yielded twice.

@@ -16,6 +16,7 @@ TARGET = Path(__file__).with_name("_sync.py")
 
 _DROPPED = {"async", "await"}
 _RENAMED = {
+    "AsyncGenerator": "Generator",
     "AsyncEndpoint": "SyncEndpoint",
     "AsyncIterator": "Iterator",
     "AsyncLoaderClient": "LoaderClient",
@@ -30,6 +31,7 @@ _TEXTS = {
         "Calls one coordinator; threads may share it. A context manager."
     ),
     '"AsyncLoaderClient"': '"LoaderClient"',
+    "AsyncGenerator[types_pb2.Load, None]": "Generator[types_pb2.Load, None, None]",
 }
 
 

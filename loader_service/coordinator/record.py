@@ -175,8 +175,10 @@ class LoadRecord:
         self._transfer_end = now
         self.failure = failure
         blamed = failure.metadata.get("worker_id") if failure else None
-        for rank in self._ranks:
+        for number, rank in enumerate(self._ranks):
             guilty = rank.worker_id == blamed
+            if failure and guilty:
+                failure.metadata.setdefault("rank", str(number))
             rank.state = RankState.RANK_STATE_FAILED if guilty else RankState.RANK_STATE_CANCELLED
         self._enter(state, now)
 

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from loader_service.checkpoint.catalog import TensorInfo
 from loader_service.coordinator.admission import admission
 from loader_service.coordinator.coordinator import Coordinator
+from loader_service.coordinator.latest_checkpoint import LatestCheckpoint
 from loader_service.coordinator.planning import PlannedLoad, plan_chunks
 from loader_service.coordinator.record import LoadRecord, is_settled
 from loader_service.coordinator.registry import WorkerRecord
@@ -51,6 +52,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, coordinator: Coordinator) -> None:
         """Serve `coordinator`."""
         self._coordinator = coordinator
+        self._latest = LatestCheckpoint(coordinator.settings.model_root, coordinator.read)
         self._replay = RequestReplay()
         self._watchers = 0
 
@@ -85,7 +87,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> coordinator_pb2.InspectCheckpointResponse:
         """Read headers and list tensors."""
         checkpoint = await asyncio.to_thread(
-            self._coordinator.read, request.path, request.allow_trailing_bytes
+            self._latest.read, request.path, request.allow_trailing_bytes
         )
         tensors, token = paginate(
             list(checkpoint.catalog),
@@ -120,7 +122,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.PlanLoadRequest
     ) -> tuple[PlannedLoad, coordinator_pb2.PlanLoadResponse]:
         options = request.options
-        checkpoint = self._coordinator.read(request.path, options.allow_trailing_bytes)
+        checkpoint = self._latest.read(request.path, options.allow_trailing_bytes)
         planned = plan_chunks(
             checkpoint,
             request.tp,

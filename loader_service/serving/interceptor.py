@@ -69,7 +69,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._audit_log = audit_log
         self._metrics = metrics
         self._max_streams = max_streams
-        self._streams: collections.Counter[str] = collections.Counter()
+        self.open_streams: collections.Counter[str] = collections.Counter()
+        """Response streams that are open now, by identity."""
 
     async def intercept_service(
         self,
@@ -128,8 +129,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def _admit(self, call: _Call) -> None:
         """Find out who calls, and refuse what they may not do or have no time for."""
-        remaining = call.context.time_remaining()
-        if remaining is not None and remaining < LEAST_SECONDS:
+        if call.deadline is not None and call.deadline - time.monotonic() < LEAST_SECONDS:
             raise DeadlineExceeded("the deadline leaves no time to do anything")
         if call.method in OPEN_METHODS:
             return
@@ -143,16 +143,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @contextlib.contextmanager
     def _counted(self, identity: Identity) -> Iterator[None]:
         """Count an open response stream."""
-        if self._streams[identity.name] >= self._max_streams:
+        if self.open_streams[identity.name] >= self._max_streams:
             raise QuotaExceeded(
                 f"{identity.name!r} has {self._max_streams} streams open, which is the most",
                 identity=identity.name,
             )
-        self._streams[identity.name] += 1
+        self.open_streams[identity.name] += 1
         try:
             yield
         finally:
-            self._streams[identity.name] -= 1
+            self.open_streams[identity.name] -= 1
 
     @contextlib.contextmanager
     def _recorded(self, call: _Call) -> Iterator[None]:
@@ -175,14 +175,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 f" {reason}" if reason else "",
                 seconds * 1e3,
                 call.identity.name,
-                call.context.peer(),
+                call.peer,
                 call.request_id,
             )
             if call.method in CHANGING_METHODS:
                 self._audit_log.write(
                     method=call.method,
                     identity=call.identity.name,
-                    peer=call.context.peer(),
+                    peer=call.peer,
                     request_id=call.request_id,
                     code=code,
                     reason=reason,
@@ -204,6 +204,10 @@ class _Call:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         self.identity = _NOBODY
         self.started = time.monotonic()
+        # Asked for now: gRPC's own part of a call that was cut short is gone when it ends here.
+        self.peer = context.peer()
+        remaining = context.time_remaining()
+        self.deadline = None if remaining is None else self.started + remaining
 
 
 def _certificate_names(call: _Call) -> list[str]:
@@ -227,8 +231,7 @@ def _outcome(call: _Call, error: BaseException) -> tuple[grpc.StatusCode, str]:
     if isinstance(error, TimeoutError):
         return grpc.StatusCode.DEADLINE_EXCEEDED, ""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        remaining = call.context.time_remaining()
-        late = remaining is not None and remaining <= 0
+        late = call.deadline is not None and time.monotonic() >= call.deadline
         return (grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED), ""
     return grpc.StatusCode.INTERNAL, type(error).__name__
 

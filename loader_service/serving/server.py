@@ -53,13 +53,13 @@ class Server:
         self._options = options
         self._names = ("", *service_names)
         self._metrics = Metrics()
-        interceptor = CallInterceptor(
+        self.interceptor = CallInterceptor(
             Access(options.access_file) if options.access_file else None,
             AuditLog(options.audit_log),
             self._metrics,
             options.max_streams,
         )
-        self.grpc = grpc.aio.server(interceptors=[interceptor], options=_OPTIONS)
+        self.grpc = grpc.aio.server(interceptors=[self.interceptor], options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if not options.tls_cert:
