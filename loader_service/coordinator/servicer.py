@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -229,9 +230,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             yield load
             if is_settled(load.state):
                 return
+            pause = max(WATCH_SECONDS, self._watchers / UPDATES_PER_SECOND)
+            # Watchers that came together would be served in bursts, and others would wait for these.
+            pause *= random.uniform(0.75, 1.25)  # noqa: S311 - nothing secret
             # A settled load is told at once; everything before it can wait for its turn.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(WATCH_SECONDS, self._watchers / UPDATES_PER_SECOND)):
+                async with asyncio.timeout(pause):
                     await record.wait_until_settled()
 
     async def CancelLoad(

@@ -1,0 +1,179 @@
+"""Measures what 200 watchers and 200 status calls a second cost, and what they have to wait.
+
+A load of 8 GiB of zeros (a sparse file) to two workers runs alone and watched in turn; the clients are
+one more process of this machine, so that everything shares its cores. At the end calls are made as
+fast as they are answered.
+
+    make bench-control
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from loader_service.client import AsyncLoaderClient  # noqa: E402
+from loader_service.v1 import types_pb2  # noqa: E402
+from tests.checkpoints import write_sparse_llama  # noqa: E402
+from tests.cluster import Cluster, cluster  # noqa: E402
+
+WATCHERS = 200
+JOIN_SECONDS = 0.5
+CALLS_PER_SECOND = 200
+SATURATION_SECONDS = 3.0
+SATURATION_CALLERS = 32
+LAYERS = 32
+MOST_P99_SECONDS = 0.1
+LEAST_KEPT = 0.75
+
+
+def main() -> int:
+    """Run the benchmark, print its table, and fail when a promise is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", metavar="ENDPOINT", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.clients:
+        print(json.dumps(asyncio.run(_be_clients(options.clients))))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        checkpoint = write_sparse_llama(folder / "model", LAYERS)
+        with cluster(folder, folder, 2) as running:
+            return _measure(running, checkpoint, options.rounds)
+
+
+def _measure(running: Cluster, checkpoint: Path, rounds: int) -> int:
+    alone, watched = [], []
+    latencies: list[float] = []
+    updates: list[int] = []
+    for number in range(rounds + 1):
+        quiet = _load(running, checkpoint, watched=None)
+        answers: dict[str, list[float]] = {}
+        busy = _load(running, checkpoint, watched=answers)
+        if number == 0:  # a round to warm up
+            continue
+        alone.append(quiet)
+        watched.append(busy)
+        latencies += answers["latencies"]
+        updates += [int(count) for count in answers["updates"]]
+        print(f"round {number} of {rounds}: {quiet:.2f} s, {busy:.2f} s", file=sys.stderr)
+    kept = statistics.median(a / w for a, w in zip(alone, watched, strict=True))
+    p50, p99 = (statistics.quantiles(latencies, n=100)[index] for index in (49, 98))
+    saturation = asyncio.run(_saturate(running.endpoint))
+    print("| what | value |\n|---|---|")
+    print(f"| transfer alone, median | {statistics.median(alone):.2f} s |")
+    print(f"| transfer with {WATCHERS} watchers and {CALLS_PER_SECOND} GetLoad a second, median "
+          f"| {statistics.median(watched):.2f} s |")  # fmt: skip
+    print(f"| rate kept, median of pairs | {kept:.0%} |")
+    print(f"| GetLoad during the transfer, p50 / p99 | {p50 * 1e3:.1f} / {p99 * 1e3:.1f} ms |")
+    print(f"| updates that a watcher got, median | {statistics.median(updates):.0f} |")
+    print(f"| GetLoad at saturation, {SATURATION_CALLERS} callers | {saturation:.0f} a second |")
+    if p99 > MOST_P99_SECONDS or kept < LEAST_KEPT:
+        print(f"not kept: p99 below {MOST_P99_SECONDS} s and {LEAST_KEPT:.0%} of the rate")
+        return 1
+    return 0
+
+
+def _load(running: Cluster, checkpoint: Path, watched: dict[str, list[float]] | None) -> float:
+    """Load once and return the seconds of the transfer; `watched` takes what the clients saw."""
+
+    clients = None if watched is None else _start_clients(running.endpoint)
+
+    async def work(client: AsyncLoaderClient) -> types_pb2.Load:
+        load = await client.load(str(checkpoint), 2)
+        if clients is not None and clients.stdin is not None:
+            print(load.load_id, file=clients.stdin, flush=True)
+        # Now and then is enough: this program is no watcher.
+        while load.state not in (types_pb2.LOAD_STATE_SUCCEEDED, types_pb2.LOAD_STATE_FAILED):
+            await asyncio.sleep(0.5)
+            load = await client.get_load(load.load_id)
+        assert load.state == types_pb2.LOAD_STATE_SUCCEEDED, load.failure
+        return load
+
+    load = running.call(work)
+    if clients is not None and watched is not None:
+        printed, _ = clients.communicate()
+        watched.update(json.loads(printed))
+    running.unload(load.load_id)
+    running.wait_for_workers(2)
+    return load.transfer_duration.ToNanoseconds() / 1e9
+
+
+def _start_clients(endpoint: str) -> subprocess.Popen[str]:
+    """Start the clients, and return when they wait for the name of a load."""
+    clients = subprocess.Popen(
+        [sys.executable, __file__, "--clients", endpoint],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert clients.stdout is not None
+    assert clients.stdout.readline() == "ready\n"
+    return clients
+
+
+async def _be_clients(endpoint: str) -> dict[str, list[float]]:
+    """Watch and ask until the load is done, whose name comes on stdin."""
+    latencies: list[float] = []
+    asking: set[asyncio.Task[None]] = set()
+    async with AsyncLoaderClient(endpoint) as client:
+        await client.list_loads()
+        print("ready", flush=True)
+        load_id = (await asyncio.to_thread(sys.stdin.readline)).strip()
+
+        async def watch(delay: float) -> int:
+            # Watchers come one after another; they are not one program in real life.
+            await asyncio.sleep(delay)
+            return len([load async for load in client.watch(load_id)])
+
+        async def ask() -> None:
+            started = time.perf_counter()
+            await client.get_load(load_id)
+            latencies.append(time.perf_counter() - started)
+
+        delays = (number * JOIN_SECONDS / WATCHERS for number in range(WATCHERS))
+        watchers = [asyncio.create_task(watch(delay)) for delay in delays]
+        begin = time.perf_counter()
+        # An open loop: a slow answer does not slow the questions down.
+        while not all(watcher.done() for watcher in watchers):
+            due = (time.perf_counter() - begin) * CALLS_PER_SECOND
+            while len(latencies) + len(asking) < due:
+                task = asyncio.create_task(ask())
+                asking.add(task)
+                task.add_done_callback(asking.discard)
+            await asyncio.sleep(0.002)
+        await asyncio.gather(*asking)
+        return {"latencies": latencies, "updates": [float(await each) for each in watchers]}
+
+
+async def _saturate(endpoint: str) -> float:
+    """Return how many calls a second are answered when nobody waits between two."""
+    async with AsyncLoaderClient(endpoint) as client:
+        (load, *_) = await client.list_loads()
+        end = time.perf_counter() + SATURATION_SECONDS
+
+        async def ask() -> int:
+            count = 0
+            while time.perf_counter() < end:
+                await client.get_load(load.load_id)
+                count += 1
+            return count
+
+        counts = await asyncio.gather(*(ask() for _ in range(SATURATION_CALLERS)))
+    return sum(counts) / SATURATION_SECONDS
+
+
+if __name__ == "__main__":
+    sys.exit(main())
