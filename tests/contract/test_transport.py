@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 UCXX_CONTRACT = Path(__file__).with_name("ucxx_contract.py")
 UCXX_CASES = (
     *sorted(name for name in vars(TransportContract) if name.startswith("test_")),
+    *(f"test_a_killed_peer_ends_a_pending_call[{verb}]" for verb in ("send", "recv")),
     "test_a_server_that_says_nothing_is_left_in_time",
+    *(f"test_a_stopped_peer_is_left_at_the_deadline[{verb}]" for verb in ("send", "recv")),
     "test_junk_on_the_listeners_port_is_survived",
     "test_lanes_name_transports_and_devices",
     "test_listeners_take_their_ports_from_the_range",

@@ -7,9 +7,15 @@ test_transport.py runs this file in a process of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import socket
+import sys
 import time
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +30,9 @@ from loader_service.testing.transport_contract import (
     in_time,
     random_bytes,
 )
+
+PEER = Path(__file__).with_name("ucxx_peer.py")
+PENDING_BYTES = 8 << 20
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -85,3 +94,52 @@ class TestUcxxTransport(TransportContract):
             full = UcxxTransport(ucxx_transport._ucxx, range(port, port + 1))
             with pytest.raises(OSError, match="no free port"):
                 await full.listen(lambda connection: connection.abort())
+
+    @pytest.mark.parametrize("verb", ["send", "recv"])
+    async def test_a_killed_peer_ends_a_pending_call(self, transport: Transport, verb: str) -> None:
+        """Reset or cancelled, it is the loss of the peer, within a second (F11)."""
+        async with peer(transport) as (process, connection):
+            pending = asyncio.create_task(call(connection, verb))
+            await asyncio.sleep(0.2)
+            assert not pending.done()
+            os.kill(process.pid, signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(PeerLostError):
+                await in_time(pending)
+            assert time.monotonic() - killed < 1.0
+
+    @pytest.mark.parametrize("verb", ["send", "recv"])
+    async def test_a_stopped_peer_is_left_at_the_deadline(
+        self, transport: Transport, verb: str
+    ) -> None:
+        """UCX never notices; a deadline of our own ends the call and the connection (F11)."""
+        async with peer(transport) as (process, connection):
+            os.kill(process.pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await call(connection, verb)
+            assert 0.5 <= time.monotonic() - begun < 1.5
+            with pytest.raises(PeerLostError):
+                await connection.send(2, random_bytes(10))
+
+
+async def call(connection: Connection, verb: str) -> None:
+    """Send or receive what the peer never asks for or sends."""
+    await getattr(connection, verb)(1, np.zeros(PENDING_BYTES, np.uint8))
+
+
+@contextlib.asynccontextmanager
+async def peer(transport: Transport) -> AsyncIterator[tuple[Process, Connection]]:
+    """Connect to a process of its own; it is gone at the end."""
+    process = await asyncio.create_subprocess_exec(sys.executable, str(PEER), stdout=PIPE)
+    assert process.stdout is not None
+    try:
+        port = int(await in_time(process.stdout.readline()))
+        connection = await transport.connect("127.0.0.1", port, 5.0)
+        yield process, connection
+        connection.abort()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from hatchling.build import build_wheel
+
+from loader_service.client import AsyncLoaderClient, LoaderClient
+from loader_service.client.make_sync import SOURCE, TARGET, make_sync
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -58,6 +62,26 @@ def test_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     assert fresh
     stale = sorted(name for name in fresh.keys() | kept.keys() if fresh.get(name) != kept.get(name))
     assert stale == [], "run `make generate`"
+
+
+def test_the_sync_client_is_what_the_async_one_makes(tmp_path: Path) -> None:
+    fresh = tmp_path / "_sync.py"
+    fresh.write_text(make_sync(SOURCE.read_text()))
+    run(BIN / "ruff", "check", "-q", "--fix", "--config", ROOT / "pyproject.toml", fresh)
+    run(BIN / "ruff", "format", "-q", "--config", ROOT / "pyproject.toml", fresh)
+    assert fresh.read_text() == TARGET.read_text(), "run `make generate`"
+
+
+def test_both_clients_have_the_same_surface() -> None:
+    def surface(client: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(method).parameters)
+            for name, method in vars(client).items()
+            if callable(method) and not name.startswith("_")
+        }
+
+    assert surface(LoaderClient) == surface(AsyncLoaderClient)
+    assert len(surface(LoaderClient)) > 10
 
 
 def test_protos_pass_buf_lint() -> None:
