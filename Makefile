@@ -62,7 +62,7 @@ generate: $(TEST_DONE) ## write loader_service/v1 from protos/, and the sync cli
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos \
 	    --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
 	$(BIN)/python loader_service/client/make_sync.py
-	$(BIN)/ruff check -q --fix loader_service/client
+	$(BIN)/ruff check -q --select I --fix loader_service/client
 	$(BIN)/ruff format -q loader_service/client
 
 bench: $(TEST_DONE) ## measure a load on this machine

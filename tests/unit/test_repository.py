@@ -67,8 +67,9 @@ def test_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
 def test_the_sync_client_is_what_the_async_one_makes(tmp_path: Path) -> None:
     fresh = tmp_path / "_sync.py"
     fresh.write_text(make_sync(SOURCE.read_text()))
-    run(BIN / "ruff", "check", "-q", "--fix", "--config", ROOT / "pyproject.toml", fresh)
-    run(BIN / "ruff", "format", "-q", "--config", ROOT / "pyproject.toml", fresh)
+    config = ROOT / "pyproject.toml"
+    run(BIN / "ruff", "check", "-q", "--select", "I", "--fix", "--config", config, fresh)
+    run(BIN / "ruff", "format", "-q", "--config", config, fresh)
     assert fresh.read_text() == TARGET.read_text(), "run `make generate`"
 
 
