@@ -21,6 +21,10 @@ from loader_service.errors import LoaderError
 from loader_service.v1 import types_pb2
 
 BIN = Path(sys.executable).parent
+COORDINATOR = [sys.executable, "-m", "loader_service.coordinator.main"]
+WORKER = [sys.executable, "-m", "loader_worker.main"]
+"""The commands by their modules: they run without being installed, too."""
+
 START_SECONDS = 20.0
 
 _Result = TypeVar("_Result")
@@ -42,7 +46,7 @@ class Cluster:
         self.coordinator, self.endpoint = self._start(
             "coordinator",
             [
-                str(BIN / "loader-coordinator"),
+                *COORDINATOR,
                 "--listen=127.0.0.1:0",
                 f"--model-root={self.model_root}",
                 "--lease-seconds=3",
@@ -55,7 +59,7 @@ class Cluster:
         self.workers[worker_id], _ = self._start(
             worker_id,
             [
-                *(program or [str(BIN / "loader-worker")]),
+                *(program or WORKER),
                 f"--coordinator={self.endpoint}",
                 "--listen=127.0.0.1:0",
                 f"--worker-id={worker_id}",

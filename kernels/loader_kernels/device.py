@@ -94,7 +94,7 @@ class Device(Protocol):
         ...
 
     def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
-        """Return `length` bytes in host memory, read-only; valid while the buffer lives."""
+        """Return `length` bytes in host memory, read-only: a view while the buffer lives, or a copy."""
         ...
 
     def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
+
+from loader_kernels.cupy_device import CupyDevice
 from loader_kernels.device import Device
 from loader_kernels.numpy_device import NumpyDevice
 
 __all__ = ["open_device"]
+
+_CUDA = re.compile(r"cuda(?::(\d{1,3}))?", re.ASCII)
 
 
 def open_device(name: str, limit_bytes: int | None = None) -> Device:
     """Return the device called `name`.
 
     Args:
-        name: `numpy`; CUDA devices (`cuda:0`) are not built yet.
+        name: `numpy` (host memory), `cuda` (the first one) or `cuda:N`.
         limit_bytes: most bytes that the device may hand out; None leaves it to the machine.
 
     Raises:
-        ValueError: no such device.
+        ValueError: there is no such device, or what it needs is missing.
     """
     if name == "numpy":
         return NumpyDevice(limit_bytes)
-    raise ValueError(f"no device {name!r}; this version has `numpy`")
+    if match := _CUDA.fullmatch(name):
+        return CupyDevice(int(match[1] or 0), limit_bytes)
+    raise ValueError(f"no device {name!r}; there are `numpy`, `cuda` and `cuda:N`")

@@ -1,4 +1,4 @@
-"""Writes a Llama-shaped BF16 checkpoint of about 2 GiB, random payload, four shards."""
+"""Writes Llama-shaped BF16 checkpoints, random payload, four shards."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB, SHARDS = 16, 2048, 8192, 32, 8, 32000, 4
-"""Llama-3.2-1B with an untied head and a smaller vocabulary."""
+"""Llama-3.2-1B with an untied head and a smaller vocabulary: about 2 GiB."""
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Write the checkpoint unless it is there already."""
+def write_checkpoint(folder: Path, layers: int = LAYERS) -> None:
+    """Write a checkpoint of about 116 MiB a layer and 250 MiB more, unless it is there already."""
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors()
+    tensors = _tensors(layers)
     weight_map: dict[str, str] = {}
     for shard in range(SHARDS):
         name = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors"
@@ -29,7 +29,7 @@ def write_checkpoint(folder: Path) -> None:
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
         "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_key_value_heads": KV_HEADS,
         "tie_word_embeddings": False,
         "vocab_size": VOCAB,
@@ -38,10 +38,10 @@ def write_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _tensors() -> list[tuple[str, tuple[int, ...]]]:
+def _tensors(layers: int) -> list[tuple[str, tuple[int, ...]]]:
     head_size = HIDDEN // HEADS
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCAB, HIDDEN))]
-    for layer in range(LAYERS):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}"
         tensors += [
             (f"{prefix}.input_layernorm.weight", (HIDDEN,)),

@@ -106,7 +106,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--advertise", default="", metavar="HOST:PORT", help="address given to others"
     )
-    parser.add_argument("--device", default="numpy", help="numpy (host memory)")
+    parser.add_argument(
+        "--device", default="numpy", help="numpy (host memory, default) or cuda[:N]"
+    )
     parser.add_argument(
         "--memory-limit",
         type=parse_size,
