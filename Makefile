@@ -65,8 +65,9 @@ generate: $(TEST_DONE) ## write loader_service/v1 from protos/, and the sync cli
 	$(BIN)/ruff check -q --select I --fix loader_service/client
 	$(BIN)/ruff format -q loader_service/client
 
-bench: $(TEST_DONE) ## measure a load on this machine
+bench: $(TEST_DONE) ## measure a load, and the control plane under watchers, on this machine
 	$(BIN)/python tests/bench/load_bench.py
+	$(BIN)/python tests/bench/control_plane_bench.py
 
 constraints: ## resolve the newest versions and write constraints.txt
 	rm -rf build/resolve

@@ -31,7 +31,7 @@ __all__ = ["CoordinatorServicer"]
 WATCH_SECONDS = 0.1
 """Least time between two updates of a watched load."""
 
-UPDATES_PER_SECOND = 400
+UPDATES_PER_SECOND = 200
 """Updates that all watchers together get at most; with many of them each hears less often."""
 
 DEFAULT_TENSORS, MAX_TENSORS = 1000, 10_000

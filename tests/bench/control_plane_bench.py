@@ -4,7 +4,7 @@ A load of 8 GiB of zeros (a sparse file) to two workers runs alone and watched i
 one more process of this machine, so that everything shares its cores. At the end calls are made as
 fast as they are answered.
 
-    make bench-control
+    make bench
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEAST_KEPT = 0.75
 def main() -> int:
     """Run the benchmark, print its table, and fail when a promise is not kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clients", metavar="ENDPOINT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.clients:
@@ -69,14 +69,15 @@ def _measure(running: Cluster, checkpoint: Path, rounds: int) -> int:
         latencies += answers["latencies"]
         updates += [int(count) for count in answers["updates"]]
         print(f"round {number} of {rounds}: {quiet:.2f} s, {busy:.2f} s", file=sys.stderr)
-    kept = statistics.median(a / w for a, w in zip(alone, watched, strict=True))
+    # Pairs drift apart on a shared machine; the medians of all rounds are steadier.
+    kept = statistics.median(alone) / statistics.median(watched)
     p50, p99 = (statistics.quantiles(latencies, n=100)[index] for index in (49, 98))
     saturation = asyncio.run(_saturate(running.endpoint))
     print("| what | value |\n|---|---|")
     print(f"| transfer alone, median | {statistics.median(alone):.2f} s |")
     print(f"| transfer with {WATCHERS} watchers and {CALLS_PER_SECOND} GetLoad a second, median "
           f"| {statistics.median(watched):.2f} s |")  # fmt: skip
-    print(f"| rate kept, median of pairs | {kept:.0%} |")
+    print(f"| rate kept, ratio of the medians | {kept:.0%} |")
     print(f"| GetLoad during the transfer, p50 / p99 | {p50 * 1e3:.1f} / {p99 * 1e3:.1f} ms |")
     print(f"| updates that a watcher got, median | {statistics.median(updates):.0f} |")
     print(f"| GetLoad at saturation, {SATURATION_CALLERS} callers | {saturation:.0f} a second |")
