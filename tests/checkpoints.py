@@ -265,7 +265,15 @@ class ModelOptions:
     max_shard_size: str = "1GB"
 
 
-_DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_DECODERS = {
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 _TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -302,14 +310,18 @@ def _decoder(options: ModelOptions) -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if options.family != "qwen2":
+    if options.family not in {"qwen2", "phi3"}:
         settings["head_dim"] = options.head_size
-    if options.family in {"llama", "qwen3"}:
+    if options.family == "phi3":
+        settings["pad_token_id"] = None
+    if options.family in {"llama", "qwen3", "gemma2", "gemma3"}:
         settings["attention_bias"] = options.attention_bias
     if options.family == "llama":
         settings["mlp_bias"] = options.mlp_bias
-    config = getattr(transformers, f"{family}Config")(**settings)
-    return getattr(transformers, f"{family}{'Model' if options.bare else 'ForCausalLM'}")(config)
+    text = "Text" if options.family == "gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**settings)
+    model = f"{family}{text}Model" if options.bare else f"{family}ForCausalLM"
+    return getattr(transformers, model)(config)
 
 
 def _bert(options: ModelOptions) -> Any:

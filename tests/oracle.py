@@ -2,7 +2,7 @@
 
 It imports nothing of ours. Bytes come from the safetensors library: through PyTorch where PyTorch
 has the dtype, as raw bytes where it has not. The rules are those of docs/tp_plans.md for Llama,
-Mistral, Qwen2, Qwen3 and BERT, written as one table of name patterns.
+Mistral, Qwen2, Qwen3, Gemma, Phi-3 and BERT, written as one table of name patterns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def expected_slices(folder: Path, tp: int) -> list[dict[str, ExpectedSlice]]:
     alias of the embedding.
     """
     config = _config(folder)
-    tied = bool(config.get("tie_word_embeddings")) and not _is_headless(config)
+    # Of the known families only Gemma ties its head where the config does not say.
+    gemma = str(config.get("model_type")).startswith("gemma")
+    tied = bool(config.get("tie_word_embeddings", gemma)) and not _is_headless(config)
     ranks: list[dict[str, ExpectedSlice]] = [{} for _ in range(tp)]
     for name, tensor in _tensors(folder).items():
         if tied and name == HEAD:
@@ -68,14 +70,38 @@ def reassemble(folder: Path, ranks: Sequence[dict[str, ExpectedSlice]]) -> dict[
     return whole
 
 
+def shared_bytes(folder: Path, tp: int) -> list[int]:
+    """Bytes of each rank that another rank keeps too, zero rows aside: index by index."""
+    config = _config(folder)
+    shared = [0] * tp
+    for name, tensor in _tensors(folder).items():
+        cut = _cut(name, tensor.shape, config, tp)
+        if cut is None:
+            cut = _Cut(0, [[(0, (tensor.shape or (1,))[0])]] * tp, [0] * tp)
+        kept = [
+            {index for start, stop in intervals for index in range(start, stop)}
+            for intervals in cut.intervals
+        ]
+        index_bytes = tensor.nbytes // (tensor.shape or (1,))[cut.dim]
+        for rank in range(tp):
+            others = set().union(*(kept[other] for other in range(tp) if other != rank))
+            shared[rank] += len(kept[rank] & others) * index_bytes
+    return shared
+
+
 def _join(tensor: _Stored, cut: _Cut, ranks: Sequence[dict[str, ExpectedSlice]]) -> bytes:
     pieces: dict[tuple[int, int], bytes] = {}  # ranks may share an interval
-    for rank, (start, stop) in enumerate(cut.intervals):
-        piece = ranks[rank][tensor.name]
-        kept_bytes = len(piece.data) * (stop - start) // piece.shape[cut.dim]
-        pieces[start, stop] = piece.data[:kept_bytes]
     outer = math.prod(tensor.shape[: cut.dim])
-    rows = [np.frombuffer(piece, np.uint8).reshape(outer, -1) for piece in pieces.values()]
+    for rank, intervals in enumerate(cut.intervals):
+        piece = ranks[rank][tensor.name]
+        index_bytes = len(piece.data) // outer // piece.shape[cut.dim]
+        local = np.frombuffer(piece.data, np.uint8).reshape(outer, -1)
+        begin = 0
+        for start, stop in intervals:
+            end = begin + (stop - start) * index_bytes
+            pieces[start, stop] = local[:, begin:end].tobytes()
+            begin = end
+    rows = [np.frombuffer(pieces[at], np.uint8).reshape(outer, -1) for at in sorted(pieces)]
     return np.concatenate(rows, axis=1).tobytes()
 
 
@@ -106,10 +132,10 @@ def apply_runs(payload: bytes, runs: Sequence[Any], nbytes: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """What each rank keeps of `dim`: (start, stop), and the zero rows after it."""
+    """What each rank keeps of `dim`: (start, stop) of every part, and the zero rows after it."""
 
     dim: int
-    intervals: list[tuple[int, int]]
+    intervals: list[list[tuple[int, int]]]
     padding: list[int]
 
 
@@ -132,14 +158,23 @@ def _cut(name: str, shape: tuple[int, ...], config: dict[str, Any], tp: int) -> 
     if _VOCABULARY.search(name):
         rows, most = shape[0], math.ceil(shape[0] / tp)
         intervals = [(min(rows, rank * most), min(rows, rank * most + most)) for rank in range(tp)]
-        return _Cut(0, intervals, [most - (stop - start) for start, stop in intervals])
+        return _Cut(0, [[each] for each in intervals], [most - (b - a) for a, b in intervals])
     if _KEY_VALUE.search(name):
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        width = shape[0] // heads
-        if heads >= tp:
-            return _even(0, shape[0], tp)
-        owner = [rank // (tp // heads) for rank in range(tp)]
-        return _Cut(0, [(head * width, head * width + width) for head in owner], [0] * tp)
+        return _Cut(0, [[each] for each in _heads(shape[0], 0, config, tp)], [0] * tp)
+    if name.endswith(".qkv_proj.weight"):
+        key_value = config["num_key_value_heads"]
+        width = shape[0] // (config["num_attention_heads"] + 2 * key_value)
+        queries, keys = config["num_attention_heads"] * width, key_value * width
+        parts = [
+            [(rank * queries // tp, (rank + 1) * queries // tp) for rank in range(tp)],
+            _heads(keys, queries, config, tp),
+            _heads(keys, queries + keys, config, tp),
+        ]
+        return _Cut(0, [[part[rank] for part in parts] for rank in range(tp)], [0] * tp)
+    if name.endswith(".gate_up_proj.weight"):
+        half = shape[0] // 2
+        gate = [(rank * half // tp, (rank + 1) * half // tp) for rank in range(tp)]
+        return _Cut(0, [[(a, b), (half + a, half + b)] for a, b in gate], [0] * tp)
     if _COLUMN.search(name):
         return _even(0, shape[0], tp)
     if _ROW.search(name):
@@ -147,10 +182,19 @@ def _cut(name: str, shape: tuple[int, ...], config: dict[str, Any], tp: int) -> 
     return None
 
 
+def _heads(rows: int, base: int, config: dict[str, Any], tp: int) -> list[tuple[int, int]]:
+    """The rows of key or value heads that each rank keeps; they begin at `base`."""
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    width = rows // heads
+    count = max(1, heads // tp)
+    first = [rank * count if heads >= tp else rank // (tp // heads) for rank in range(tp)]
+    return [(base + head * width, base + (head + count) * width) for head in first]
+
+
 def _even(dim: int, size: int, tp: int) -> _Cut:
     assert size % tp == 0, f"{size} is not divisible by {tp}"
     part = size // tp
-    return _Cut(dim, [(rank * part, rank * part + part) for rank in range(tp)], [0] * tp)
+    return _Cut(dim, [[(rank * part, rank * part + part)] for rank in range(tp)], [0] * tp)
 
 
 def _is_headless(config: dict[str, Any]) -> bool:
@@ -178,10 +222,11 @@ def _expected(
 ) -> ExpectedSlice:
     if cut is None:
         return ExpectedSlice(tensor.dtype, tensor.shape, _part(tensor, 0, None), 0, aliases)
-    start, stop = cut.intervals[rank]
-    padding = cut.padding[rank]
-    local = (*tensor.shape[: cut.dim], stop - start + padding, *tensor.shape[cut.dim + 1 :])
-    data = _part(tensor, cut.dim, (start, stop))
+    intervals, padding = cut.intervals[rank], cut.padding[rank]
+    assert len(intervals) == 1 or cut.dim == 0
+    size = sum(stop - start for start, stop in intervals) + padding
+    local = (*tensor.shape[: cut.dim], size, *tensor.shape[cut.dim + 1 :])
+    data = b"".join(_part(tensor, cut.dim, interval) for interval in intervals)
     if padding:
         data += bytes(padding * tensor.nbytes // tensor.shape[0])
     return ExpectedSlice(tensor.dtype, local, data, padding, aliases)

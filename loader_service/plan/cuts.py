@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from loader_service.checkpoint.catalog import TensorInfo
@@ -174,7 +176,12 @@ class Fused:
             return (
                 f"dim {self.dim} is {size}, not {' + '.join(str(part) for part, _ in self.parts)}"
             )
-        return next((why for part, cut in self.parts if (why := cut.refusal(part, tp))), None)
+        for part, cut in self.parts:
+            if why := cut.refusal(part, tp):
+                return why
+            if any(cut.kept(part, rank, tp).padding for rank in range(tp)):
+                return f"a part of {part} would need zero rows in the middle for {tp} ranks"
+        return None
 
     def kept(self, size: int, rank: int, tp: int) -> Kept:
         """The rank's part of each matrix, joined again."""
@@ -206,14 +213,13 @@ def cut_tensor(
             tensor=tensor.name,
             tp=tp,
         )
-    distinct: dict[Kept, Slice] = {}
-    slices = []
-    for rank in range(tp):
-        kept = cut.kept(size, rank, tp)
-        if kept not in distinct:
-            distinct[kept] = _slice(tensor, cut.dim, kept, aliases)
-        slices.append(distinct[kept])
-    return tuple(slices)
+    by_rank = [cut.kept(size, rank, tp) for rank in range(tp)]
+    shared = _shared(by_rank)
+    distinct = {
+        kept: _slice(tensor, cut.dim, kept, aliases, _overlap(kept, shared))
+        for kept in dict.fromkeys(by_rank)
+    }
+    return tuple(distinct[kept] for kept in by_rank)
 
 
 def divides(tensor: TensorInfo, cut: Cut, tp: int) -> bool:
@@ -248,11 +254,40 @@ def _size(tensor: TensorInfo, cut: Cut) -> int:
     return tensor.shape[cut.dim]
 
 
-def _slice(tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...]) -> Slice:
+def _shared(by_rank: Sequence[Kept]) -> list[tuple[int, int]]:
+    """Return the intervals that more than one rank keeps, in order and without overlaps."""
+    changes: Counter[int] = Counter()
+    for kept in by_rank:
+        for start, stop in _joined(kept.intervals):
+            changes[start] += 1
+            changes[stop] -= 1
+    shared: list[tuple[int, int]] = []
+    holders = begin = 0
+    for position in sorted(changes):
+        before, holders = holders, holders + changes[position]
+        if before < 2 <= holders:
+            begin = position
+        elif holders < 2 <= before:
+            shared.append((begin, position))
+    return shared
+
+
+def _overlap(kept: Kept, shared: Sequence[tuple[int, int]]) -> int:
+    """Return how many elements of the dim a rank keeps that lie in `shared`."""
+    return sum(
+        max(0, min(stop, shared_stop) - max(start, shared_start))
+        for start, stop in kept.intervals
+        for shared_start, shared_stop in shared
+    )
+
+
+def _slice(
+    tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...], shared_size: int
+) -> Slice:
     shape = tensor.shape
     intervals = _joined(kept.intervals)
     if not shape or (intervals == [(0, shape[dim])] and not kept.padding):
-        return _whole(tensor, aliases)
+        return _whole(tensor, aliases, replicated=shared_size > 0)
     local = (*shape[:dim], kept.size, *shape[dim + 1 :])
     bits = bits_of(tensor.dtype, tensor.name) * math.prod(shape[dim + 1 :])
     outer = math.prod(shape[:dim])
@@ -279,10 +314,11 @@ def _slice(tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...]) -
         padding_rows=kept.padding,
         aliases=aliases,
         runs=tuple(runs),
+        replicated_bytes=bits * shared_size // 8 * outer,
     )
 
 
-def _whole(tensor: TensorInfo, aliases: tuple[str, ...]) -> Slice:
+def _whole(tensor: TensorInfo, aliases: tuple[str, ...], *, replicated: bool) -> Slice:
     size = tensor.nbytes
     return Slice(
         name=tensor.name,
@@ -293,6 +329,7 @@ def _whole(tensor: TensorInfo, aliases: tuple[str, ...]) -> Slice:
         padding_rows=0,
         aliases=aliases,
         runs=(StridedRun(0, size, 0, size, size, 1),) if size else (),
+        replicated_bytes=size if replicated else 0,
     )
 
 

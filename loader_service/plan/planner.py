@@ -53,6 +53,7 @@ class _Layout:
     rules: Mapping[str, Rule]
     embedding: str | None
     head: str | None
+    tied_by_default: bool = False
 
 
 def plan_load(checkpoint: Checkpoint, tp: int, options: PlanOptions | None = None) -> LoadPlan:
@@ -76,7 +77,12 @@ def plan_load(checkpoint: Checkpoint, tp: int, options: PlanOptions | None = Non
     head = tied.TiedHead()
     if layout.embedding is not None:
         head = tied.decide(
-            config, checkpoint.catalog, layout.embedding, layout.head, options.tied_head
+            config,
+            checkpoint.catalog,
+            layout.embedding,
+            layout.head,
+            options.tied_head,
+            layout.tied_by_default,
         )
     sources = [tensor for tensor in checkpoint.catalog if tensor is not head.skipped]
     rules = _rules(sources, layout, options)
@@ -114,7 +120,9 @@ def _layout(checkpoint: Checkpoint, tp: int, options: PlanOptions) -> _Layout:
     family = family_of(architecture)
     if family and config is not None and not quantised:
         known = family(config, checkpoint.catalog)
-        return _Layout(architecture, known.rules, known.embedding, known.head)
+        return _Layout(
+            architecture, known.rules, known.embedding, known.head, known.tied_by_default
+        )
     if tp > 1 and options.unknown_tensors is UnknownTensorPolicy.REFUSE:
         raise _no_plan(checkpoint)
     pair = tied.well_known_pair(config, checkpoint.catalog) if config else None

@@ -52,6 +52,7 @@ class Slice:
         padding_rows: zero rows at the end of dim 0.
         aliases: other names of the same buffer.
         runs: where the wire bytes are in the tensor, in the order of the local bytes.
+        replicated_bytes: wire bytes that at least one other rank gets too.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Slice:
     padding_rows: int
     aliases: tuple[str, ...]
     runs: tuple[StridedRun, ...]
+    replicated_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,9 +90,8 @@ class TensorPlan:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes read from disk: distinct slices, and the twin."""
-        distinct = {id(piece): piece.wire_bytes for piece in self.slices}
-        return sum(distinct.values()) * (2 if self.twin else 1)
+        """Bytes read from disk, each once: every cut keeps every byte somewhere; and the twin."""
+        return self.source.nbytes * (2 if self.twin else 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class RankTotals:
         tensor_count: slices that the rank keeps.
         wire_bytes: payload bytes sent to the rank.
         resident_bytes: device bytes that the rank keeps.
-        replicated_bytes: device bytes that at least one other rank holds too.
+        replicated_bytes: device bytes that at least one other rank holds too; zero rows do not count.
     """
 
     rank: int
@@ -146,15 +147,10 @@ class LoadPlan:
     def totals(self, rank: int) -> RankTotals:
         """Add up the bytes of one rank."""
         slices = self.rank_slices(rank)
-        shared = (
-            tensor.slices[rank].nbytes
-            for tensor in self.tensors
-            if sum(piece is tensor.slices[rank] for piece in tensor.slices) > 1
-        )
         return RankTotals(
             rank=rank,
             tensor_count=len(slices),
             wire_bytes=sum(piece.wire_bytes for piece in slices),
             resident_bytes=sum(piece.nbytes for piece in slices),
-            replicated_bytes=sum(shared),
+            replicated_bytes=sum(piece.replicated_bytes for piece in slices),
         )

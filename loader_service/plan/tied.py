@@ -78,8 +78,17 @@ def decide(
     embedding_name: str,
     head_name: str | None,
     policy: TiedHeadPolicy,
+    tied_by_default: bool = False,
 ) -> TiedHead:
     """Decide for one checkpoint, see the table above.
+
+    Args:
+        config: `config.json`.
+        catalog: the checkpoint's tensors.
+        embedding_name: name of the embedding.
+        head_name: name of the head; None where the model has none.
+        policy: what to do with a head that is tied and present.
+        tied_by_default: what an absent flag means.
 
     Raises:
         PlanRefused: MISSING_TENSOR, untied and no head in the file.
@@ -89,7 +98,8 @@ def decide(
     if head_name is None or embedding is None:
         return TiedHead()
     head = catalog.get(head_name)
-    if not flag(config, "tie_word_embeddings"):
+    tied = flag(config, "tie_word_embeddings")
+    if not (tied_by_default if tied is None else tied):
         if head is None:
             raise PlanRefused(
                 f"the config does not tie the head to the embedding, but the checkpoint holds no "

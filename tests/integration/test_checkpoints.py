@@ -26,6 +26,8 @@ FAMILIES = {
     "mistral-f16": ModelOptions("mistral", "F16", heads=12, kv_heads=4, intermediate=36),
     "qwen2-bias": ModelOptions("qwen2", "BF16", heads=12, kv_heads=3, max_shard_size="8KB"),
     "qwen3-tied-f32": ModelOptions("qwen3", "F32", tied=True, head_size=8, heads=12, kv_heads=12),
+    "gemma3-tied": ModelOptions("gemma3", tied=True, head_size=8, kv_heads=1),
+    "phi3-fused": ModelOptions("phi3", "F32", kv_heads=2, max_shard_size="8KB"),
     "bert": ModelOptions("bert", "F32", heads=12, hidden=24, intermediate=36),
 }
 

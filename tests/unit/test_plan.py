@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loader_service.checkpoint.catalog import TensorInfo
@@ -20,6 +23,7 @@ from tests.oracle import (
     expected_slices,
     original_bytes,
     reassemble,
+    shared_bytes,
 )
 
 MODELS: dict[str, tuple[ModelOptions, tuple[int, ...]]] = {
@@ -51,6 +55,16 @@ MODELS: dict[str, tuple[ModelOptions, tuple[int, ...]]] = {
     "qwen3-wide-heads": (
         ModelOptions("qwen3", head_size=8, hidden=12, attention_bias=True),
         (1, 2, 4),
+    ),
+    "gemma2": (ModelOptions("gemma2", tied=True, head_size=8, attention_bias=True), (1, 2, 4)),
+    "gemma2-bare": (ModelOptions("gemma2", "F32", bare=True, kv_heads=1, layers=1), (1, 2, 4)),
+    "gemma3": (ModelOptions("gemma3", tied=True, head_size=12, vocabulary=38), (1, 2, 4)),
+    "gemma3-bare-untied": (ModelOptions("gemma3", bare=True, layers=1), (1, 2, 4)),
+    "phi3": (ModelOptions("phi3", kv_heads=4, max_shard_size="3KB"), (1, 2, 4)),
+    "phi3-shared-key-value-heads": (ModelOptions("phi3", "F32", kv_heads=2), (1, 2, 4)),
+    "phi3-three-kv-heads": (
+        ModelOptions("phi3", "F16", heads=6, kv_heads=3, hidden=24, layers=1),
+        (1, 3),
     ),
     "bert": (ModelOptions("bert", "F32", vocabulary=41), (1, 2, 4)),
 }
@@ -128,13 +142,8 @@ def test_totals_are_the_bytes_of_the_slices(
     plan = plan_folder(folders[name], tp)
     ranks = expected_slices(folders[name], tp)
     assert plan.source_bytes == sum(map(len, original_bytes(folders[name]).values()))
+    shared = shared_bytes(folders[name], tp)
     for rank, slices in enumerate(ranks):
-        others = ranks[:rank] + ranks[rank + 1 :]
-        shared = [
-            len(piece.data)
-            for tensor, piece in slices.items()
-            if any(other[tensor].data == piece.data for other in others)
-        ]
         padding = [
             len(piece.data) // piece.shape[0] * piece.padding_rows
             for piece in slices.values()
@@ -145,7 +154,7 @@ def test_totals_are_the_bytes_of_the_slices(
         assert totals.tensor_count == len(slices)
         assert totals.resident_bytes == sum(len(piece.data) for piece in slices.values())
         assert totals.wire_bytes == totals.resident_bytes - sum(padding)
-        assert totals.replicated_bytes == sum(shared)
+        assert totals.replicated_bytes == shared[rank]
 
 
 @pytest.mark.parametrize(("name", "tp"), REFUSED)
@@ -249,3 +258,50 @@ def test_every_tensor_of_a_plan_says_how_and_why_it_is_cut(folders: Mapping[str,
     assert explained[f"{layer}.mlp.down_proj.weight"] == ("feed_forward_down", "row")
     assert all(tensor.reason and tensor.storage == "dense" for tensor in plan.tensors)
     assert plan.architecture == "Qwen3ForCausalLM"
+
+
+def test_fused_parts_are_cut_each_for_itself(folders: Mapping[str, Path]) -> None:
+    """Four query heads and two key/value heads for four ranks: [q0|k0|v0], [q1|k0|v0], ..."""
+    plan = plan_folder(folders["phi3-shared-key-value-heads"], 4)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    (planned,) = (tensor for tensor in plan.tensors if tensor.source.name == name)
+    rows = payload_of(plan, planned.source)
+    head = len(rows) // 8
+    heads = [rows[number * head : (number + 1) * head] for number in range(8)]
+    wanted = [heads[rank] + heads[4 + rank // 2] + heads[6 + rank // 2] for rank in range(4)]
+    assert [piece.data for piece in pieces(plan, name)] == wanted
+    # Read once, though two ranks get each key and value head.
+    assert planned.source_bytes == len(rows)
+    assert [piece.replicated_bytes for piece in planned.slices] == [2 * head] * 4
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_fused_slices_compute_what_the_whole_matrix_computes(
+    folders: Mapping[str, Path], tp: int
+) -> None:
+    """x @ W^T of every rank, query and gate parts side by side, is a part of the whole product."""
+    plan = plan_folder(folders["phi3-shared-key-value-heads"], tp)
+    x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
+    for part, name in ((4, "self_attn.qkv_proj"), (24, "mlp.gate_up_proj")):
+        tensor = f"model.layers.1.{name}.weight"
+        (planned,) = (each for each in plan.tensors if each.source.name == tensor)
+        whole = np.frombuffer(payload_of(plan, planned.source), np.float32).reshape(-1, 16)
+        first = part * 4 if name.startswith("self") else part
+        local = [
+            x @ np.frombuffer(piece.data, np.float32).reshape(piece.shape).T[:, : first // tp]
+            for piece in pieces(plan, tensor)
+        ]
+        assert np.allclose(np.concatenate(local, axis=1), x @ whole.T[:, :first], rtol=1e-4)
+
+
+def test_a_gemma_without_the_flag_is_tied(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    """The published configs leave it out, and mean yes."""
+    folder = tmp_path / "gemma"
+    shutil.copytree(folders["gemma2"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    plan = plan_folder(folder, 2)
+    (embedding,) = (each for each in plan.tensors if each.role == "embedding")
+    assert embedding.slices[0].aliases == (HEAD,)
+    assert describe(slices_of(plan)) == describe(expected_slices(folder, 2))

@@ -27,12 +27,14 @@ PER_RANK: dict[str, dict[int, int]] = {
         4: 11_786_844_160,
         8: 5_893_847_040,
     },
+    "gemma2-2b": {1: 5_228_683_776, 2: 2_614_583_808, 4: 1_307_533_824},
     "llama31-8b-modelstock": {
         1: 16_060_522_496,
         2: 8_030_527_488,
         4: 4_015_529_984,
         8: 2_008_031_232,
     },
+    "phi3-mini-merged": {1: 7_642_159_104, 2: 3_821_279_232, 4: 1_910_839_296, 8: 955_619_328},
     "qwen25-14b-cogito": {1: 29_531_895_808, 2: 14_766_454_784, 4: 7_383_734_272, 8: 3_692_374_016},
     "qwen3-1p7b": {1: 3_441_149_952, 2: 1_720_698_880, 4: 860_473_344, 8: 430_360_576},
 }
@@ -43,11 +45,13 @@ The others follow from it: norms + (total_size - norms + bytes of the zero rows)
 
 PADDING = {
     "dolphin3-mistral-24b": {2: 0, 4: 2, 8: 6},
+    "gemma2-2b": {2: 0, 4: 0},
     "llama31-8b-modelstock": {2: 0, 4: 0, 8: 0},
+    "phi3-mini-merged": {2: 0, 4: 0, 8: 0},
     "qwen25-14b-cogito": {2: 1, 4: 3, 8: 7},
     "qwen3-1p7b": {2: 0, 4: 0, 8: 0},
 }
-"""Zero rows of the last rank: vocabularies of 131074, 128256, 151665 and 151936 rows."""
+"""Zero rows of the last rank: vocabularies of 131074, 256000, 128256, 32064, 151665 and 151936 rows."""
 
 CASES = [(name, tp) for name, sizes in PER_RANK.items() for tp in sizes]
 
@@ -73,7 +77,11 @@ def resident_bytes(checkpoint: Checkpoint, tp: int) -> int:
         layer += query + 2 * key_value  # biases
     if family == "qwen3":
         layer += 2 * width  # q_norm, k_norm
-    tables = (1 if config["tie_word_embeddings"] else 2) * -(-config["vocab_size"] // tp) * hidden
+    tables = (
+        (1 if config.get("tie_word_embeddings", True) else 2)
+        * -(-config["vocab_size"] // tp)
+        * hidden
+    )
     return 2 * (config["num_hidden_layers"] * layer + tables + hidden)
 
 
@@ -85,7 +93,7 @@ def test_totals_of_real_models(checkpoints: dict[str, Checkpoint], name: str, tp
     assert plan.source_bytes == PER_RANK[name][1]
     assert resident_bytes(checkpoint, tp) == PER_RANK[name][tp]
     config = dict(checkpoint.config or {})
-    row_bytes = 2 * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
+    row_bytes = 2 * config["hidden_size"] * (1 if config.get("tie_word_embeddings", True) else 2)
     padding = PADDING[name].get(tp, 0)
     for rank in range(tp):
         totals = plan.totals(rank)
@@ -99,7 +107,7 @@ def test_tied_head_of_real_models_is_an_alias(
     checkpoints: dict[str, Checkpoint], name: str
 ) -> None:
     aliases = {a for t in plan_load(checkpoints[name], 4).tensors for a in t.slices[3].aliases}
-    assert aliases == ({"lm_head.weight"} if name == "qwen3-1p7b" else set())
+    assert aliases == ({"lm_head.weight"} if name in ("gemma2-2b", "qwen3-1p7b") else set())
 
 
 def test_real_model_is_refused_with_the_sizes_that_fit(checkpoints: dict[str, Checkpoint]) -> None:

@@ -33,8 +33,10 @@ class Layout:
         rules: rule of every tensor name that the family knows; the file need not hold all.
         embedding: name of the token embedding.
         head: name of the output head, or None where the model has none.
+        tied_by_default: what a config without `tie_word_embeddings` means.
     """
 
     rules: Mapping[str, Rule]
     embedding: str
     head: str | None
+    tied_by_default: bool = False
