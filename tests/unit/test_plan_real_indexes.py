@@ -73,6 +73,8 @@ def resident_bytes(checkpoint: Checkpoint, tp: int) -> int:
     family = config["model_type"]
     layer = 2 * query * hidden + 2 * key_value * hidden  # q, o, k, v
     layer += 3 * config["intermediate_size"] * hidden // tp + 2 * hidden  # feed-forward, norms
+    if family == "gemma2":
+        layer += 2 * hidden  # norms before and after the feed-forward
     if family == "qwen2":
         layer += query + 2 * key_value  # biases
     if family == "qwen3":
