@@ -92,7 +92,8 @@ SETTINGS = (
 )
 """All settings that a context can hold."""
 
-_TLS_KEYS = ("tls-ca-cert", "tls-cert", "tls-key", "tls-server-name")
+_CERTIFICATES = ("tls-ca-cert", "tls-cert")
+_TLS_KEYS = (*_CERTIFICATES, "tls-key", "tls-server-name")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,6 +181,10 @@ def resolve(
     given = {setting.key: _given(setting, flags, environ, named, context) for setting in SETTINGS}
     _check_timeout(given["timeout"])
     _settle_tls(given)
+    if given["tls"].value is None and (
+        implied := [key for key in _CERTIFICATES if given[key].value]
+    ):
+        given["tls"] = _Given(None, f"follows from {implied[0]}", 0)
     values: dict[str, Any] = {setting.field: given[setting.key].value for setting in SETTINGS}
     return ConnectionSettings(
         **values,

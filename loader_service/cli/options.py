@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from loader_service.cli.connection import SETTINGS, Kind, Setting
 from loader_service.cli.output import Format
-
-if TYPE_CHECKING:
-    from loader_service.cli.session import Session
 
 __all__ = [
     "Group",
@@ -33,7 +30,7 @@ __all__ = [
     "verb",
 ]
 
-_P = ParamSpec("_P")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 LoadId = Annotated[str, typer.Argument(metavar="LOAD", help="Name of the load.")]
 Path = Annotated[
@@ -93,10 +90,7 @@ def new_app(help_text: str, *, example: str = "", cls: type[Group] | None = None
 
 def verb(
     app: typer.Typer, formats: Sequence[Format], *, example: str, name: str | None = None
-) -> Callable[
-    [Callable[Concatenate[Session, _P], Coroutine[Any, Any, None]]],
-    Callable[Concatenate[Session, _P], Coroutine[Any, Any, None]],
-]:
+) -> Callable[[_Function], _Function]:
     """Make a coroutine a verb that calls the coordinator.
 
     Args:
@@ -106,16 +100,13 @@ def verb(
         name: of the verb; None takes the function's.
     """
 
-    def register(
-        function: Callable[Concatenate[Session, _P], Coroutine[Any, Any, None]],
-    ) -> Callable[Concatenate[Session, _P], Coroutine[Any, Any, None]]:
+    def register(function: _Function) -> _Function:
         def command(ctx: typer.Context, **values: Any) -> None:
             # Imported here: the session brings gRPC, and not every verb needs it.
             from loader_service.cli.session import run
 
             invocation = _invocation(ctx, values)
-            coroutine: Callable[..., Coroutine[Any, Any, None]] = function
-            run(invocation, lambda session: coroutine(session, **values))
+            run(invocation, lambda session: function(session, **values))
 
         shared = [_output(formats), *_VERBOSITY, *_CONNECTION]
         _register(app, command, function, shared, example, name)
@@ -131,9 +122,7 @@ def local_verb(
     example: str,
     name: str | None = None,
     connection: bool = False,
-) -> Callable[
-    [Callable[Concatenate[Invocation, _P], None]], Callable[Concatenate[Invocation, _P], None]
-]:
+) -> Callable[[_Function], _Function]:
     """Make a function a verb that calls nobody; see `verb`.
 
     Args:
@@ -144,12 +133,9 @@ def local_verb(
         connection: whether it takes the connection options all the same.
     """
 
-    def register(
-        function: Callable[Concatenate[Invocation, _P], None],
-    ) -> Callable[Concatenate[Invocation, _P], None]:
+    def register(function: _Function) -> _Function:
         def command(ctx: typer.Context, **values: Any) -> None:
-            plain: Callable[..., None] = function
-            plain(_invocation(ctx, values), **values)
+            function(_invocation(ctx, values), **values)
 
         shared = [_output(formats)] if formats else []
         shared += _CONNECTION if connection else []
@@ -280,7 +266,8 @@ def _output(formats: Sequence[Format]) -> inspect.Parameter:
 
 
 def _connection_parameter(setting: Setting) -> inspect.Parameter:
-    text = f"{setting.help} [{setting.env}]" if setting.env else setting.help
+    notes = ", ".join(filter(None, (setting.env, setting.default)))
+    text = f"{setting.help} [{notes}]" if notes else setting.help
     if setting.kind is Kind.SWITCH:
         option = typer.Option(f"--{setting.key}/--no-{setting.key}", help=text, show_default=False)
         return _parameter(setting.field, bool | None, None, option)

@@ -119,8 +119,11 @@ def bars(load: Mapping[str, Any], width: int, height: int, *, plain: bool = Fals
         behind = sorted(ranks, key=lambda rank: (not rank["stalled"], _share(rank)))[:room]
         shown = sorted(behind, key=lambda rank: (rank["replica"], rank["rank"]))
     label = max((len(str(rank["rank"])) for rank in ranks), default=1)
+    amount = max(
+        (len(_fraction(rank["wireBytes"], rank["wireBytes"])) for rank in ranks), default=0
+    )
     rows = [Text(_summary(load), style="bold")]
-    rows += [_row(rank, label, width, plain) for rank in shown]
+    rows += [_row(rank, label, amount, width, plain) for rank in shown]
     if len(shown) < len(ranks):
         rows.append(Text(f"and {len(ranks) - len(shown)} ranks that are further", style="dim"))
     for row in rows:
@@ -129,7 +132,7 @@ def bars(load: Mapping[str, Any], width: int, height: int, *, plain: bool = Fals
     return rows
 
 
-def _row(rank: _Rank, label: int, width: int, plain: bool) -> Text:
+def _row(rank: _Rank, label: int, amount: int, width: int, plain: bool) -> Text:
     number = str(rank["rank"]).rjust(label)
     stalled = rank["stalled"]
     state = "STALLED" if stalled else str(rank["state"]).lower()
@@ -137,7 +140,7 @@ def _row(rank: _Rank, label: int, width: int, plain: bool) -> Text:
     if width < NARROW:
         left, right = f"{number} ", f" {_percent(rank):>5}"
     else:
-        left, right = f"rank {number} ", f" {_amount(rank):>17} {_pace(rank):<20}"
+        left, right = f"rank {number} ", f" {_amount(rank):>{amount}} {_pace(rank):<20}"
     room = max(4, width - len(left) - 10 - len(right))
     row = Text(left)
     row.append(f"{state:<10}", style)

@@ -31,12 +31,9 @@ _ENDED = ("FAILED", "CANCELLED", "UNLOADED")
 
 def load_lines(load: _Row, wide: bool = False) -> list[str]:
     """Return one load: a line, then a row a rank."""
-    seconds = load["transferSeconds"]
-    head = (
-        f"{load['loadId']}  {load['state']}  {load['architecture'] or '-'}  tp={load['tp']}  "
-        f"{format_size(load['sourceBytes'])} read once, {format_size(load['wireBytes'])} sent in "
-        f"{seconds:.2f} s"
-    )
+    head = f"{load['loadId']}  {load['state']}  {load['architecture'] or '-'}  tp={load['tp']}"
+    if load["wireBytes"]:
+        head = f"{head}  {_moved(load)} in {load['transferSeconds']:.2f} s"
     return [head, *_rank_lines(load, wide=wide), *_warnings(load)]
 
 
@@ -53,20 +50,15 @@ def describe_load_lines(load: _Row) -> list[str]:
         ("Created", load["createTime"]),
         (
             "Bytes",
-            ", ".join(
-                (
-                    f"{format_size(load['sourceBytes'])} read",
-                    f"{format_size(load['wireBytes'])} sent",
-                    f"{format_size(load['residentBytes'])} resident",
-                )
-            ),
+            f"{_moved(load)}, {format_size(load['residentBytes'])} resident",
         ),
         ("Time", f"{load['transferSeconds']:.2f} s transfer, {load['totalSeconds']:.2f} s in all"),
         ("Slowest rank", "-" if slowest is None else str(slowest)),
         ("Time left", "-" if eta is None else format_seconds(eta)),
     ]
     lines = [*_facts(facts), *_failure_lines(load["failure"]), *_warnings(load)]
-    return [*lines, "", *_rank_lines(load, wide=True)] if load["ranks"] else lines
+    ranks = _rank_lines(load, wide=True)
+    return [*lines, "", *ranks] if ranks else lines
 
 
 def loads_lines(document: _Row, wide: bool = False) -> list[str]:
@@ -267,7 +259,18 @@ def top_lines(document: _Row, most: int | None = None) -> list[str]:
     ]
 
 
+def _moved(load: _Row) -> str:
+    """Return what has been read and sent, or is to be."""
+    sent = sum(rank["doneBytes"] for rank in load["ranks"])
+    if sent == load["wireBytes"]:
+        return f"{format_size(load['sourceBytes'])} read once, {format_size(sent)} sent"
+    whole = f"{format_size(load['sourceBytes'])} to read once"
+    return f"{whole}, {format_size(sent)} of {format_size(load['wireBytes'])} sent"
+
+
 def _rank_lines(load: _Row, *, wide: bool) -> list[str]:
+    if not load["ranks"]:
+        return []
     seconds = load["transferSeconds"]
     columns: list[_Column] = [
         ("RANK", lambda rank: str(rank["rank"])),

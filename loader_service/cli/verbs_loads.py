@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from loader_service.cli import documents
+from loader_service.cli.hints import hint
 from loader_service.cli.options import LoadId, Path, RequestId, new_app, seconds, verb
 from loader_service.cli.output import LOAD, PLAN, Format
 from loader_service.cli.progress import LoadProgress
@@ -75,14 +76,18 @@ async def load(
     request_id: RequestId = "",
 ) -> None:
     """Put a checkpoint on a group of workers."""
-    started = await session.client.load(
-        path,
-        tp,
-        worker_ids=_names(workers),
-        wait_for_workers_seconds=seconds(wait_for_workers),
-        options=_plan_options(tied, unknown, allow_trailing_bytes),
-        request_id=request_id,
-    )
+    try:
+        started = await session.client.load(
+            path,
+            tp,
+            worker_ids=_names(workers),
+            wait_for_workers_seconds=seconds(wait_for_workers),
+            options=_plan_options(tied, unknown, allow_trailing_bytes),
+            request_id=request_id,
+        )
+    except asyncio.CancelledError:
+        session.note("the load may have begun all the same; `loaderctl get loads` shows it")
+        raise
     if not wait:
         session.show(LOAD, documents.load_document(started))
         return
@@ -138,6 +143,10 @@ async def plan(
         include_tensors=explain,
     )
     session.show(PLAN, documents.plan_document(answer, explain))
+    if answer.admission.HasField("refusal"):
+        advice = hint(_error(answer.admission.refusal), session.settings.endpoint)
+        if advice:
+            session.note(f"hint: {advice}")
 
 
 async def _follow(
@@ -179,15 +188,14 @@ def _finish(session: Session, load: types_pb2.Load) -> None:
     if session.invocation.output is not Format.JSONL:
         session.show(LOAD, documents.load_document(load))
     if load.state == types_pb2.LOAD_STATE_FAILED:
-        error = _failure(load)
+        error = _error(load.failure)
         session.explain(error)
         raise typer.Exit(exit_code(error))
     if load.state == types_pb2.LOAD_STATE_CANCELLED:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _failure(load: types_pb2.Load) -> LoaderError:
-    failure = load.failure
+def _error(failure: types_pb2.Failure) -> LoaderError:
     return from_fields(failure.reason, failure.message, failure.metadata)
 
 
