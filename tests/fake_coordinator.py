@@ -60,6 +60,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         endpoint: its address.
         updates: what a watched load sends next.
         requests: every request that came, in order.
+        seconds_left: deadline of every request, None without one.
         gone: gets an entry whenever a watch ends.
         loads: what is listed.
         away: refuse everything as a coordinator does that is stopping.
@@ -70,6 +71,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.endpoint = ""
         self.updates: queue.Queue[types_pb2.Load] = queue.Queue()
         self.requests: list[Any] = []
+        self.seconds_left: list[float | None] = []
         self.gone: queue.Queue[bool] = queue.Queue()
         self.loads = [messages.streaming(), messages.succeeded(), messages.failed()]
         self.away = False
@@ -185,6 +187,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _take(self, request: Any, context: Any, name: str) -> None:
         """Keep a request; refuse it when its name says so."""
         self.requests.append(request)
+        self.seconds_left.append(context.time_remaining())
         if self.away:
             name = "refuse-SHUTTING_DOWN"
         if not name.startswith("refuse-"):
@@ -215,9 +218,10 @@ def fake_coordinator(
 ) -> Iterator[FakeCoordinator]:
     """Serve on a free port of this machine, with TLS where credentials are given."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
-    fake = FakeCoordinator()
+    # Only what clients call is there.
+    fake = FakeCoordinator()  # type: ignore[abstract]
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(fake, server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(_FakeWorker(), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(_FakeWorker(), server)  # type: ignore[abstract]
     health_pb2_grpc.add_HealthServicer_to_server(_FakeHealth(fake), server)
     if credentials is None:
         port = server.add_insecure_port("127.0.0.1:0")

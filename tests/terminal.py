@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pexpect
 import pyte
@@ -18,7 +19,7 @@ WAIT_SECONDS = 10.0
 class Terminal:
     """A running `loaderctl` and what its user sees."""
 
-    def __init__(self, process: pexpect.spawn[bytes], columns: int, lines: int) -> None:
+    def __init__(self, process: Any, columns: int, lines: int) -> None:
         self.process = process
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
@@ -68,7 +69,11 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(
-    endpoint: str, *arguments: str, columns: int = 80, lines: int = 24, **environment: str
+    endpoint: str,
+    *arguments: str,
+    columns: int = 80,
+    lines: int = 24,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Terminal]:
     """Run `loaderctl` in a terminal of the given size."""
     # pytest's own terminal says nothing about this one.
@@ -81,7 +86,12 @@ def terminal(
         str(BIN / "loaderctl"),
         list(arguments),
         dimensions=(lines, columns),
-        env={**inherited, "LOADER_ENDPOINT": endpoint, "TERM": "xterm-256color", **environment},
+        env={
+            **inherited,
+            "LOADER_ENDPOINT": endpoint,
+            "TERM": "xterm-256color",
+            **(environment or {}),
+        },
     )
     try:
         yield Terminal(process, columns, lines)

@@ -18,7 +18,16 @@ from loader_service.cli.session import EXIT_FAILED, Session, exit_code
 from loader_service.errors import LoaderError, WrongState, from_fields
 from loader_service.v1 import types_pb2
 
-__all__ = ["app"]
+__all__ = [
+    "Tied",
+    "Unknown",
+    "app",
+    "cancel",
+    "load",
+    "plan",
+    "unload",
+    "watch",
+]
 
 app = new_app("Loads.")
 

@@ -24,7 +24,15 @@ from loader_service.cli.output import (
 )
 from loader_service.version import __version__
 
-__all__ = ["app"]
+__all__ = [
+    "Shell",
+    "app",
+    "completion",
+    "get_contexts",
+    "use",
+    "version",
+    "view",
+]
 
 EXIT_USAGE = 2
 

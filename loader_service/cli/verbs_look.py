@@ -32,7 +32,19 @@ from loader_service.cli.output import (
 from loader_service.cli.session import EXIT_UNAVAILABLE, Session
 from loader_service.cli.top import follow
 
-__all__ = ["app"]
+__all__ = [
+    "app",
+    "describe_load",
+    "describe_worker",
+    "drain_worker",
+    "get_loads",
+    "get_workers",
+    "health",
+    "inspect",
+    "tensors",
+    "top",
+    "undrain_worker",
+]
 
 app = new_app("The cluster.")
 _get = new_app("List loads or workers.", example="loaderctl get loads")

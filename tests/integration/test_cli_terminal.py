@@ -94,7 +94,7 @@ def test_a_load_that_fails_leaves_a_tidy_screen_with_the_reason(fake: FakeCoordi
 @pytest.mark.parametrize("colours", [True, False])
 def test_colours_are_left_out_where_nobody_wants_them(fake: FakeCoordinator, colours: bool) -> None:
     environment = {} if colours else {"NO_COLOR": "1"}
-    with terminal(fake.endpoint, "watch", "load-1", **environment) as shown:
+    with terminal(fake.endpoint, "watch", "load-1", environment=environment) as shown:
         fake.put(streaming((0.5, 0.5), stalled=[1]), committed())
         assert shown.exit_code() == 0
         assert (shown.colours() == {"default"}) == (not colours)
@@ -102,7 +102,7 @@ def test_colours_are_left_out_where_nobody_wants_them(fake: FakeCoordinator, col
 
 
 def test_a_dumb_terminal_gets_lines(fake: FakeCoordinator) -> None:
-    with terminal(fake.endpoint, "watch", "load-1", TERM="dumb") as shown:
+    with terminal(fake.endpoint, "watch", "load-1", environment={"TERM": "dumb"}) as shown:
         fake.put(streaming(), committed())
         assert shown.exit_code() == 0
         assert bars(shown.rows) == []

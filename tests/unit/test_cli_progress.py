@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from loader_service.cli import progress, tables
@@ -82,7 +84,7 @@ def test_elsewhere_than_on_a_terminal_lines_come_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     moving = [streaming((share / 10, 0.0)) for share in range(10)]
     assert told(capsys, *moving) == 1
     assert told(capsys, *moving, streaming((0.9, 0.0), stalled=[1]), *moving, succeeded()) == 4
