@@ -61,7 +61,6 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         updates: what a watched load sends next.
         requests: every request that came, in order.
         seconds_left: deadline of every request, None without one.
-        gone: gets an entry whenever a watch ends.
         loads: what is listed.
         away: refuse everything as a coordinator does that is stopping.
         serving: what the health service says.
@@ -72,7 +71,6 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.updates: queue.Queue[types_pb2.Load] = queue.Queue()
         self.requests: list[Any] = []
         self.seconds_left: list[float | None] = []
-        self.gone: queue.Queue[bool] = queue.Queue()
         self.loads = [messages.streaming(), messages.succeeded(), messages.failed()]
         self.away = False
         self.serving = health_pb2.HealthCheckResponse.SERVING
@@ -111,7 +109,6 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def WatchLoad(self, request: Any, context: Any) -> Any:
         self._take(request, context, request.load_id)
-        context.add_callback(lambda: self.gone.put(True))
         while context.is_active():
             try:
                 load = self.updates.get(timeout=0.05)

@@ -14,6 +14,7 @@ import pyte
 from tests.cluster import BIN
 
 WAIT_SECONDS = 10.0
+QUIET_SECONDS = 0.05
 
 
 class Terminal:
@@ -39,11 +40,14 @@ class Terminal:
         return {cell.fg for row in self._screen.buffer.values() for cell in row.values()}
 
     def wait_for(self, ready: Callable[[list[str]], bool]) -> list[str]:
-        """Return the screen once it is as wanted."""
+        """Return the screen once it is as wanted, and whole: nothing more comes for a moment."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not ready(self.rows):
+        quiet = False
+        while not (quiet and ready([row.rstrip() for row in self._screen.display])):
             assert time.monotonic() < deadline, "\n".join(["the screen is", *self.rows])
+            before = len(self.raw)
             self._read()
+            quiet = len(self.raw) == before
         return self.rows
 
     def exit_code(self) -> int:
@@ -57,7 +61,7 @@ class Terminal:
 
     def _read(self) -> bool:
         try:
-            data = self.process.read_nonblocking(65536, timeout=0.05)
+            data = self.process.read_nonblocking(65536, timeout=QUIET_SECONDS)
         except pexpect.TIMEOUT:
             return True
         except pexpect.EOF:
@@ -93,6 +97,8 @@ def terminal(
             **(environment or {}),
         },
     )
+    # It has ended by then, or is killed.
+    process.ptyproc.delayafterclose = process.ptyproc.delayafterterminate = 0.01
     try:
         yield Terminal(process, columns, lines)
     finally:

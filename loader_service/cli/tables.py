@@ -296,7 +296,7 @@ def _rank_status(rank: _Row) -> str:
     state = str(rank["state"]).lower()
     if rank["stalled"]:
         return f"{state}, stalled for {format_seconds(rank['idleSeconds'] or 0)}"
-    return f"{state}, verified" if state == "committed" and rank["verified"] else state
+    return "verified" if state == "committed" and rank["verified"] else state
 
 
 def _admission_lines(admission: _Row) -> list[str]:

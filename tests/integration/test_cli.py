@@ -76,17 +76,6 @@ def test_refusals_have_stable_exit_codes_and_reasons(
         assert document["validTp"] == [1, 2, 3, 4, 6, 12]
 
 
-def test_a_coordinator_that_is_not_there_is_exit_code_7() -> None:
-    result = subprocess.run(
-        [str(BIN / "loaderctl"), "get", "loads", "--endpoint", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 7
-    assert "UNAVAILABLE" in result.stderr
-
-
 def test_workers_are_asked_for_their_health_and_taken_out_of_service(
     shared_cluster: Cluster,
 ) -> None:

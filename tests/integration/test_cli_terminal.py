@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -143,12 +142,11 @@ def test_the_bars_of_a_real_load(shared_cluster: Cluster) -> None:
     shared_cluster.unload(load_id)
 
 
-@pytest.mark.parametrize(("key", "code"), [("q", 0), ("\x03", 130)])
-@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize(("columns", "key", "code"), [(80, "q", 0), (40, "\x03", 130)])
 def test_top_fills_the_screen_and_gives_it_back(
-    fake: FakeCoordinator, key: str, code: int, columns: int
+    fake: FakeCoordinator, columns: int, key: str, code: int
 ) -> None:
-    with terminal(fake.endpoint, "top", "--interval", "100ms", columns=columns) as shown:
+    with terminal(fake.endpoint, "top", "--interval", "200ms", columns=columns) as shown:
         rows = shown.wait_for(lambda rows: any(row.startswith("host-1") for row in rows))
         assert shown.cursor_hidden
         assert rows[0].startswith(fake.endpoint)
@@ -164,7 +162,7 @@ def test_top_fills_the_screen_and_gives_it_back(
 
 
 def test_top_goes_on_while_the_coordinator_is_away() -> None:
-    with fake_coordinator() as fake, terminal(fake.endpoint, "top", "--interval", "100ms") as shown:
+    with fake_coordinator() as fake, terminal(fake.endpoint, "top", "--interval", "200ms") as shown:
         shown.wait_for(lambda rows: any(row.startswith("host-1") for row in rows))
         fake.away = True
         rows = shown.wait_for(lambda rows: "SHUTTING_DOWN" in rows[1])
@@ -180,12 +178,3 @@ def test_top_of_a_coordinator_that_is_not_there_is_an_error_like_any_other() -> 
         assert shown.exit_code() == 7
         assert "UNAVAILABLE" in "".join(shown.rows)
         assert b"1049h" not in shown.raw
-
-
-def test_a_killed_follower_leaves_the_cancelling_to_the_coordinator(fake: FakeCoordinator) -> None:
-    with terminal(fake.endpoint, "load", "m", "--cancel-on-interrupt") as shown:
-        fake.put(streaming())
-        shown.wait_for(lambda rows: len(bars(rows)) == 2)
-        shown.process.kill(signal.SIGKILL)
-        assert fake.gone.get(timeout=5)
-    assert fake.last(coordinator_pb2.WatchLoadRequest).cancel_when_gone
