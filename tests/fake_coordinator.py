@@ -1,6 +1,7 @@
 """A coordinator with fixed answers, inside the test's process, for tests of the command line.
 
-Answers are those of `tests.messages`. A path or id `refuse-REASON` is refused as `REFUSALS` says.
+Answers are those of `tests.messages`. A path or id `refuse-REASON` is refused as `REFUSALS` says,
+`hang` is not answered.
 A watched load sends what the test has put into `updates`, and ends at one that is settled.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -185,6 +187,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """Keep a request; refuse it when its name says so."""
         self.requests.append(request)
         self.seconds_left.append(context.time_remaining())
+        while name == "hang" and context.is_active():
+            time.sleep(0.01)
         if self.away:
             name = "refuse-SHUTTING_DOWN"
         if not name.startswith("refuse-"):

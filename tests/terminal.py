@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pexpect
+import pexpect.fdpexpect
 import pyte
 
 from tests.cluster import BIN
 
 WAIT_SECONDS = 10.0
 QUIET_SECONDS = 0.05
+CTRL_C = "\x03"
+
+_TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Makes the terminal that stdin is the one whose Ctrl-C counts, and becomes the program.
+
+pexpect itself would fork this process, whose gRPC threads do not survive that well.
+"""
 
 
 class Terminal:
     """A running `loaderctl` and what its user sees."""
 
-    def __init__(self, process: Any, columns: int, lines: int) -> None:
-        self.process = process
+    def __init__(
+        self, process: subprocess.Popen[bytes], controller: int, columns: int, lines: int
+    ) -> None:
+        self.raw = b""
+        self._process = process
+        self._line: Any = pexpect.fdpexpect.fdspawn(controller)
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
-        self.raw = b""
 
     @property
     def rows(self) -> list[str]:
@@ -38,6 +58,10 @@ class Terminal:
     def colours(self) -> set[str]:
         """Colours of all characters on the screen."""
         return {cell.fg for row in self._screen.buffer.values() for cell in row.values()}
+
+    def press(self, key: str) -> None:
+        """Press a key."""
+        self._line.send(key)
 
     def wait_for(self, ready: Callable[[list[str]], bool]) -> list[str]:
         """Return the screen once it is as wanted, and whole: nothing more comes for a moment."""
@@ -55,13 +79,11 @@ class Terminal:
         deadline = time.monotonic() + WAIT_SECONDS
         while self._read():
             assert time.monotonic() < deadline, "\n".join(["it does not end", *self.rows])
-        self.process.close()
-        assert self.process.exitstatus is not None, f"signal {self.process.signalstatus}"
-        return int(self.process.exitstatus)
+        return self._process.wait(WAIT_SECONDS)
 
     def _read(self) -> bool:
         try:
-            data = self.process.read_nonblocking(65536, timeout=QUIET_SECONDS)
+            data = self._line.read_nonblocking(65536, timeout=QUIET_SECONDS)
         except pexpect.TIMEOUT:
             return True
         except pexpect.EOF:
@@ -86,10 +108,13 @@ def terminal(
         for key, value in os.environ.items()
         if key not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
     }
-    process = pexpect.spawn(
-        str(BIN / "loaderctl"),
-        list(arguments),
-        dimensions=(lines, columns),
+    controller, side = pty.openpty()
+    termios.tcsetwinsize(controller, (lines, columns))
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TAKE_TERMINAL, str(BIN / "loaderctl"), *arguments],
+        stdin=side,
+        stdout=side,
+        stderr=side,
         env={
             **inherited,
             "LOADER_ENDPOINT": endpoint,
@@ -97,9 +122,10 @@ def terminal(
             **(environment or {}),
         },
     )
-    # It has ended by then, or is killed.
-    process.ptyproc.delayafterclose = process.ptyproc.delayafterterminate = 0.01
+    os.close(side)
     try:
-        yield Terminal(process, columns, lines)
+        yield Terminal(process, controller, columns, lines)
     finally:
-        process.close(force=True)
+        process.kill()
+        process.wait()
+        os.close(controller)

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2
 from typer.testing import CliRunner
 
 from loader_service.cli.main import app
-from loader_service.v1 import coordinator_pb2
+from loader_service.v1 import coordinator_pb2, types_pb2
 from tests.fake_coordinator import REFUSALS, FakeCoordinator, fake_coordinator
-from tests.messages import failed, streaming, succeeded
+from tests.messages import failed, streaming, succeeded, worker
 
 NOBODY = "127.0.0.1:1"
 
@@ -178,6 +178,27 @@ def test_each_update_of_a_watched_load_is_one_line_of_jsonl(fake: FakeCoordinato
     states = [json.loads(line) for line in result.stdout.splitlines()]
     assert [state["progress"] for state in states] == [0.1, 0.2, 1.0]
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("output", ["table", "jsonl"])
+def test_top_prints_a_snapshot_an_interval_where_there_is_no_terminal(
+    fake: FakeCoordinator, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    snapshots: list[int] = []
+
+    def workers() -> list[types_pb2.Worker]:
+        snapshots.append(len(snapshots))
+        monkeypatch.setattr(fake, "away", len(snapshots) == 3)
+        return [worker()]
+
+    monkeypatch.setattr(fake, "_workers", workers)
+    result = loaderctl("top", "--interval", "1ms", "-o", output)
+    # It ends with the coordinator.
+    assert result.exit_code == 7
+    if output == "jsonl":
+        assert all(json.loads(line)["workers"] for line in result.stdout.splitlines()[:2])
+    shown = "\nWORKER " if output == "table" else '{"loads"'
+    assert result.stdout.count(shown) in (2, 3)
 
 
 @pytest.mark.parametrize("flag", ["-q", "--no-progress"])

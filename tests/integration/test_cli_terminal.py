@@ -9,10 +9,10 @@ import pytest
 
 from loader_service import demo
 from loader_service.v1 import coordinator_pb2, types_pb2
-from tests.cluster import Cluster
+from tests.cluster import Cluster, wait_for
 from tests.fake_coordinator import FakeCoordinator, fake_coordinator
 from tests.messages import failed, streaming
-from tests.terminal import Terminal, terminal
+from tests.terminal import CTRL_C, Terminal, terminal
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_ctrl_c_says_what_becomes_of_the_load(fake: FakeCoordinator, cancel: boo
     with terminal(fake.endpoint, "load", "m", *options) as shown:
         fake.put(streaming())
         shown.wait_for(lambda rows: len(bars(rows)) == 2)
-        shown.process.sendintr()
+        shown.press(CTRL_C)
         assert shown.exit_code() == 130
         check_tidy(shown, 80)
         told = "".join(shown.rows)
@@ -127,6 +127,14 @@ def test_ctrl_c_says_what_becomes_of_the_load(fake: FakeCoordinator, cancel: boo
             assert "load-5e5e5e5e is cancelled" in told
         else:
             assert "goes on; to cancel it: loaderctl cancel load-5e5e5e5e" in told
+
+
+def test_ctrl_c_before_the_load_is_accepted_says_where_it_would_be(fake: FakeCoordinator) -> None:
+    with terminal(fake.endpoint, "load", "hang") as shown:
+        wait_for(lambda: fake.requests or None)
+        shown.press(CTRL_C)
+        assert shown.exit_code() == 130
+        assert "loaderctl get loads" in "".join(shown.rows)
 
 
 def test_the_bars_of_a_real_load(shared_cluster: Cluster) -> None:
@@ -142,7 +150,7 @@ def test_the_bars_of_a_real_load(shared_cluster: Cluster) -> None:
     shared_cluster.unload(load_id)
 
 
-@pytest.mark.parametrize(("columns", "key", "code"), [(80, "q", 0), (40, "\x03", 130)])
+@pytest.mark.parametrize(("columns", "key", "code"), [(80, "q", 0), (40, CTRL_C, 130)])
 def test_top_fills_the_screen_and_gives_it_back(
     fake: FakeCoordinator, columns: int, key: str, code: int
 ) -> None:
@@ -155,7 +163,7 @@ def test_top_fills_the_screen_and_gives_it_back(
         rows = shown.wait_for(lambda rows: rows[2].startswith("1 load: 1 STREAMING"))
         assert rows[4].startswith("load-5e5e5e5e  STREAMING  50 %")
         assert not any(row.startswith("load-ffffffff") for row in rows)
-        shown.process.send(key)
+        shown.press(key)
         assert shown.exit_code() == code
         # The cursor comes back, then the screen as it was before.
         assert shown.raw.endswith(b"\x1b[?25h\x1b[?1049l")
@@ -169,7 +177,7 @@ def test_top_goes_on_while_the_coordinator_is_away() -> None:
         assert any(row.startswith("host-1") for row in rows)
         fake.away = False
         shown.wait_for(lambda rows: not rows[1])
-        shown.process.send("q")
+        shown.press("q")
         assert shown.exit_code() == 0
 
 
