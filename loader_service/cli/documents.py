@@ -7,20 +7,30 @@ enums come without their prefix, seconds are numbers, times are RFC 3339.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loader_service.errors import LoaderError, PlanRefused
+from google.protobuf.duration_pb2 import Duration
+
 from loader_service.v1 import coordinator_pb2, types_pb2
+
+if TYPE_CHECKING:
+    # Errors bring grpc, which `version` and `config` do without.
+    from loader_service.cli.connection import ConnectionSettings, Contexts
+    from loader_service.errors import LoaderError
 
 __all__ = [
     "checkpoint_document",
+    "contexts_document",
+    "health_document",
     "load_document",
-    "load_state",
     "loads_document",
     "plan_document",
     "refusal_document",
+    "settings_document",
     "tensors_document",
-    "worker_state",
+    "top_document",
+    "version_document",
+    "worker_document",
     "workers_document",
 ]
 
@@ -29,16 +39,20 @@ def load_document(load: types_pb2.Load) -> dict[str, Any]:
     """Return the document of one load."""
     return {
         "loadId": load.load_id,
-        "state": load_state(load),
+        "state": types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_"),
         "path": load.path,
         "architecture": load.architecture,
         "tp": load.tp,
         "replicas": load.replicas,
+        "owner": load.owner,
+        "progress": load.progress,
+        "slowestRank": load.slowest_rank if load.HasField("slowest_rank") else None,
+        "etaSeconds": _seconds(load.eta_duration) if load.HasField("eta_duration") else None,
         "sourceBytes": load.source_bytes,
         "wireBytes": load.wire_bytes,
         "residentBytes": load.resident_bytes,
-        "transferSeconds": load.transfer_duration.ToNanoseconds() / 1e9,
-        "totalSeconds": load.total_duration.ToNanoseconds() / 1e9,
+        "transferSeconds": _seconds(load.transfer_duration),
+        "totalSeconds": _seconds(load.total_duration),
         "createTime": load.create_time.ToJsonString(),
         "warnings": list(load.warnings),
         "failure": _failure(load.failure) if load.HasField("failure") else None,
@@ -53,7 +67,37 @@ def loads_document(loads: Sequence[types_pb2.Load]) -> dict[str, Any]:
 
 def workers_document(workers: Sequence[types_pb2.Worker]) -> dict[str, Any]:
     """Return the document of `get workers`."""
-    return {"workers": [_worker(worker) for worker in workers]}
+    return {"workers": [worker_document(worker) for worker in workers]}
+
+
+def worker_document(worker: types_pb2.Worker) -> dict[str, Any]:
+    """Return the document of one worker."""
+    memory = worker.memory
+    return {
+        "workerId": worker.worker_id,
+        "state": types_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_"),
+        "address": worker.address,
+        "host": worker.host,
+        "device": worker.device,
+        "incarnation": worker.incarnation,
+        "loadId": worker.load_id,
+        "rank": worker.rank,
+        "transport": worker.transport,
+        "residentBytes": memory.resident_bytes,
+        "loadedBytes": memory.loaded_bytes,
+        "allocatedBytes": memory.allocated_bytes,
+        "freeBytes": memory.free_bytes,
+        "totalBytes": memory.total_bytes,
+        "heartbeatTime": worker.heartbeat_time.ToJsonString(),
+        "packageVersion": worker.package_version,
+    }
+
+
+def top_document(
+    loads: Sequence[types_pb2.Load], workers: Sequence[types_pb2.Worker]
+) -> dict[str, Any]:
+    """Return the document of one snapshot of `top`."""
+    return {**loads_document(loads), **workers_document(workers)}
 
 
 def tensors_document(
@@ -98,6 +142,7 @@ def plan_document(plan: coordinator_pb2.PlanLoadResponse, explain: bool) -> dict
             }
             for rank in plan.ranks
         ],
+        "admission": _admission(plan.admission),
     }
     if explain:
         document["tensors"] = [
@@ -138,18 +183,60 @@ def checkpoint_document(checkpoint: coordinator_pb2.InspectCheckpointResponse) -
 
 def refusal_document(error: LoaderError) -> dict[str, Any]:
     """Return the document of a refusal."""
-    valid_tp = list(error.valid_tp) if isinstance(error, PlanRefused) else []
-    return {"reason": error.reason, "message": error.message, "validTp": valid_tp}
+    valid_tp = getattr(error, "valid_tp", ())
+    return {"reason": error.reason, "message": error.message, "validTp": list(valid_tp)}
 
 
-def load_state(load: types_pb2.Load) -> str:
-    """Return a load's state without the prefix."""
-    return types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_")
+def health_document(checks: Sequence[tuple[str, str, str, str]]) -> dict[str, Any]:
+    """Return the document of `health`, from (name, address, status, message) of each server."""
+    return {
+        "serving": all(status == "SERVING" for _, _, status, _ in checks),
+        "servers": [
+            {"name": name, "address": address, "status": status, "message": message}
+            for name, address, status, message in checks
+        ],
+    }
 
 
-def worker_state(worker: types_pb2.Worker) -> str:
-    """Return a worker's state without the prefix."""
-    return types_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+def settings_document(settings: ConnectionSettings, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the document of `config view`.
+
+    Args:
+        settings: the settings.
+        keys: which settings, in order.
+    """
+    values = {key: getattr(settings, key.replace("-", "_")) for key in keys}
+    return {
+        "configFile": settings.config_file,
+        "settings": [
+            {
+                "name": key,
+                "value": settings.uses_tls if key == "tls" else value,
+                "origin": settings.origins[key],
+            }
+            for key, value in values.items()
+        ],
+    }
+
+
+def contexts_document(contexts: Contexts) -> dict[str, Any]:
+    """Return the document of `config get-contexts`."""
+    return {
+        "configFile": contexts.path,
+        "contexts": [
+            {
+                "name": name,
+                "current": name == contexts.current,
+                "endpoint": contexts.named[name].get("endpoint", ""),
+            }
+            for name in sorted(contexts.named)
+        ],
+    }
+
+
+def version_document(version: str) -> dict[str, Any]:
+    """Return the document of `version`."""
+    return {"version": version}
 
 
 def _rank(rank: types_pb2.RankProgress) -> dict[str, Any]:
@@ -169,28 +256,9 @@ def _rank(rank: types_pb2.RankProgress) -> dict[str, Any]:
             "peer": rank.bytes_by_source.peer_bytes,
         },
         "verified": rank.verified,
-    }
-
-
-def _worker(worker: types_pb2.Worker) -> dict[str, Any]:
-    memory = worker.memory
-    return {
-        "workerId": worker.worker_id,
-        "state": worker_state(worker),
-        "address": worker.address,
-        "host": worker.host,
-        "device": worker.device,
-        "incarnation": worker.incarnation,
-        "loadId": worker.load_id,
-        "rank": worker.rank,
-        "transport": worker.transport,
-        "residentBytes": memory.resident_bytes,
-        "loadedBytes": memory.loaded_bytes,
-        "allocatedBytes": memory.allocated_bytes,
-        "freeBytes": memory.free_bytes,
-        "totalBytes": memory.total_bytes,
-        "heartbeatTime": worker.heartbeat_time.ToJsonString(),
-        "packageVersion": worker.package_version,
+        "state": types_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_"),
+        "stalled": rank.stalled,
+        "idleSeconds": _seconds(rank.idle_duration) if rank.HasField("idle_duration") else None,
     }
 
 
@@ -198,3 +266,24 @@ def _failure(failure: types_pb2.Failure) -> dict[str, Any]:
     # A map has no order of its own; the output has one.
     facts = {key: value for key, value in sorted(failure.metadata.items()) if key != "error_class"}
     return {"reason": failure.reason, "message": failure.message, "metadata": facts}
+
+
+def _admission(admission: coordinator_pb2.Admission) -> dict[str, Any]:
+    return {
+        "admitted": admission.admitted,
+        "refusal": _failure(admission.refusal) if admission.HasField("refusal") else None,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "workerId": rank.worker_id,
+                "neededBytes": rank.needed_bytes,
+                "freeBytes": rank.free_bytes,
+                "fits": rank.fits,
+            }
+            for rank in admission.ranks
+        ],
+    }
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9

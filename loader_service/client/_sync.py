@@ -23,10 +23,10 @@ __all__ = ["LoaderClient"]
 
 DEFAULT_TIMEOUT_SECONDS = 10.0
 READING_TIMEOUT_SECONDS = 60.0
-"""Least deadline of calls that read a checkpoint's headers, which may lie on slow storage."""
+"""Deadline of calls that read a checkpoint's headers, which may lie on slow storage."""
 
 SHA256_TIMEOUT_SECONDS = 300.0
-"""Least deadline of calls that hash tensors."""
+"""Deadline of calls that hash tensors."""
 
 _MAX_PAGE = 10_000
 _SHA256_PAGE = 16
@@ -45,15 +45,15 @@ class LoaderClient:
     def __init__(
         self,
         endpoint: str,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout_seconds: float | None = None,
         security: ChannelSecurity | None = None,
     ) -> None:
         """Describe the coordinator; nothing is sent yet.
 
         Args:
             endpoint: `HOST:PORT` of the coordinator.
-            timeout_seconds: deadline of a call; calls that read or hash have longer ones, those that
-                follow something have none.
+            timeout_seconds: deadline of a call; None is 10 s, and longer for calls that read or hash.
+                Those that follow something have none.
             security: TLS and token; None is for a coordinator on this machine that wants neither.
 
         Raises:
@@ -187,7 +187,7 @@ class LoaderClient:
             include_sha256=include_sha256,
             page_size=_SHA256_PAGE if include_sha256 else _MAX_PAGE,
         )
-        least = SHA256_TIMEOUT_SECONDS if include_sha256 else 0.0
+        usual = SHA256_TIMEOUT_SECONDS if include_sha256 else DEFAULT_TIMEOUT_SECONDS
         slices: dict[int, list[types_pb2.TensorSlice]] = {}
         for rank in load.ranks:
             if rank.worker_id not in workers:
@@ -199,7 +199,7 @@ class LoaderClient:
                 workers[rank.worker_id], self._security, worker_pb2_grpc.WorkerServiceStub
             )
             try:
-                pages = self._pages(worker, "ListTensors", request, least)
+                pages = self._pages(worker, "ListTensors", request, usual)
                 slices[rank.rank] = [tensor for page in pages for tensor in page.tensors]
             finally:
                 worker.close()
@@ -283,18 +283,27 @@ class LoaderClient:
     # Calls
 
     def _call(
-        self, endpoint: SyncEndpoint, method: str, request: Any, least_timeout: float = 0.0
+        self,
+        endpoint: SyncEndpoint,
+        method: str,
+        request: Any,
+        usual_timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> Any:
-        """Make one call; its deadline is the client's, or `least_timeout` where that is longer."""
-        return endpoint.call(method, request, max(self._timeout, least_timeout), _new_id())
+        """Make one call; its deadline is the client's, or the usual one where it has none."""
+        timeout = usual_timeout if self._timeout is None else self._timeout
+        return endpoint.call(method, request, timeout, _new_id())
 
     def _pages(
-        self, endpoint: SyncEndpoint, method: str, request: Any, least_timeout: float = 0.0
+        self,
+        endpoint: SyncEndpoint,
+        method: str,
+        request: Any,
+        usual_timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> Iterator[Any]:
         """Yield the pages of a list."""
         request = type(request).FromString(request.SerializeToString())
         while True:
-            page = self._call(endpoint, method, request, least_timeout)
+            page = self._call(endpoint, method, request, usual_timeout)
             yield page
             if not page.next_page_token:
                 return

@@ -14,7 +14,7 @@ import pytest
 from loader_service import demo
 from loader_service.v1 import types_pb2
 from tests.checkpoints import write_sparse_llama
-from tests.cluster import BIN, Cluster, cluster, wait_for
+from tests.cluster import BIN, Cluster, wait_for
 
 
 @pytest.fixture
@@ -76,48 +76,69 @@ def test_refusals_have_stable_exit_codes_and_reasons(
         assert document["validTp"] == [1, 2, 3, 4, 6, 12]
 
 
-def test_a_coordinator_that_is_not_there_is_exit_code_7() -> None:
-    result = subprocess.run(
-        [str(BIN / "loaderctl"), "get", "loads", "--endpoint", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 7
-    assert "UNAVAILABLE" in result.stderr
+def test_workers_are_asked_for_their_health_and_taken_out_of_service(
+    shared_cluster: Cluster,
+) -> None:
+    health = shared_cluster.loaderctl_json("health", "--all")
+    assert health["serving"]
+    assert [server["name"] for server in health["servers"]] == [
+        "coordinator",
+        "w0",
+        "w1",
+        "w2",
+        "w3",
+    ]
+    address = shared_cluster.loaderctl_json("describe", "worker", "w0")["address"]
+    assert shared_cluster.loaderctl("health", "--worker", address).returncode == 0
+    plan = ("plan", str(demo.model_folder()), "--tp", "2", "--workers", "w1,w0")
+    try:
+        assert shared_cluster.loaderctl_json("drain", "worker", "w0")["state"] == "DRAINING"
+        refused = shared_cluster.loaderctl_json(*plan)["admission"]
+        assert (refused["admitted"], refused["refusal"]["reason"]) == (False, "WORKER_DRAINING")
+    finally:
+        assert shared_cluster.loaderctl_json("undrain", "worker", "w0")["state"] == "READY"
+    admitted = shared_cluster.loaderctl_json(*plan)["admission"]
+    assert admitted["admitted"]
+    assert [(rank["workerId"], rank["fits"]) for rank in admitted["ranks"]] == [
+        ("w1", True),
+        ("w0", True),
+    ]
 
 
-@pytest.mark.parametrize("cancel", [False, True])
-def test_ctrl_c_leaves_the_load_running_unless_told_to_cancel(tmp_path: Path, cancel: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "cancel"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGKILL, True)]
+)
+def test_the_end_of_the_follower_leaves_the_load_running_unless_told_to_cancel(
+    shared_cluster: Cluster, tmp_path: Path, how: signal.Signals, cancel: bool
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     checkpoint = write_sparse_llama(folder, layers=5)
-    with cluster(Path("/"), tmp_path, workers=2) as running:
-        option = ["--cancel-on-interrupt"] if cancel else []
-        process = subprocess.Popen(
-            [str(BIN / "loaderctl"), "load", str(checkpoint), "--tp", "2", *option],
-            env={**os.environ, "LOADER_ENDPOINT": running.endpoint},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    option = ["--cancel-on-interrupt"] if cancel else []
+    process = subprocess.Popen(
+        [str(BIN / "loaderctl"), "load", str(checkpoint), "--tp", "2", *option],
+        env={**os.environ, "LOADER_ENDPOINT": shared_cluster.endpoint},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    (load,) = wait_for(
+        lambda: (
+            [
+                load
+                for load in shared_cluster.call(lambda client: client.list_loads())
+                if load.state == types_pb2.LOAD_STATE_STREAMING
+            ]
+            or None
         )
-        (load,) = wait_for(
-            lambda: (
-                [
-                    load
-                    for load in running.call(lambda client: client.list_loads())
-                    if load.state == types_pb2.LOAD_STATE_STREAMING
-                ]
-                or None
-            )
-        )
-        process.send_signal(signal.SIGINT)
-        _, complaint = process.communicate(timeout=20)
-        assert process.returncode == 130
-        if cancel:
-            after = running.call(lambda client: client.get_load(load.load_id))
-            assert after.state == types_pb2.LOAD_STATE_CANCELLED
-        else:
-            assert f"loaderctl cancel {load.load_id}" in complaint
-            states = running.loaderctl_json("watch", load.load_id)["state"]
-            assert states == "SUCCEEDED"
+    )
+    process.send_signal(how)
+    _, complaint = process.communicate(timeout=20)
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
+    if not cancel:
+        command = f"loaderctl cancel {load.load_id}"
+        assert command in complaint
+        # What is refused for a load that has ended is done for one that goes on.
+        assert shared_cluster.loaderctl(*command.split()[1:]).returncode == 0
+    assert shared_cluster.loaderctl_json("watch", load.load_id)["state"] == "CANCELLED"
+    shared_cluster.wait_for_workers(4)

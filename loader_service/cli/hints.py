@@ -1,0 +1,139 @@
+"""What to do next, by the reason of an error: one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loader_service.errors import LoaderError, PlanRefused
+
+__all__ = ["HINTS", "WITHOUT_HINT", "hint"]
+
+HINTS: Mapping[str, str] = {
+    # Reaching the coordinator
+    "UNAVAILABLE": "is a coordinator at {endpoint}? --endpoint or LOADER_ENDPOINT names another",
+    "SHUTTING_DOWN": "the coordinator restarts or moves; try again in a moment",
+    "DEADLINE_EXCEEDED": "--timeout 60s (or LOADER_TIMEOUT) waits longer; `loaderctl health` asks "
+    "whether the coordinator answers at all",
+    "VERSION_SKEW": "install the same release of loader-service on the coordinator and its workers",
+    # Who the caller is
+    "UNAUTHENTICATED": "the coordinator wants to know who calls: --token-file, or --tls-cert with "
+    "--tls-key",
+    "TOKEN_UNKNOWN": "the access file of the coordinator does not list this token; `loaderctl config "
+    "view --show-origin` shows which file it came from",
+    "CERTIFICATE_UNKNOWN": "the access file of the coordinator does not list this certificate; "
+    "another is named by --tls-cert and --tls-key",
+    "ACCESS_DENIED": "ask for the role, or use a context of somebody who has it: --context",
+    "TOKEN_NEEDS_TLS": "--tls-ca-cert names who signs the coordinator's certificate; --tls trusts this "
+    "machine's authorities",
+    "FILE_UNREADABLE": "`loaderctl config view --show-origin` shows where the name came from",
+    "TLS_REQUIRED": "--tls-ca-cert (or LOADER_TLS_CA_CERT) names who signs the server's certificate",
+    "TLS_NOT_SPOKEN": "--no-tls leaves TLS out; `loaderctl config view --show-origin` shows who asked "
+    "for it",
+    "TLS_CERTIFICATE_REFUSED": "--tls-ca-cert names the authority that signed the server's certificate",
+    "TLS_NAME_MISMATCH": "--endpoint with a name of the certificate, or --tls-server-name for a tunnel",
+    "TLS_CLIENT_REFUSED": "--tls-cert and --tls-key name a certificate that the server's authority signed",
+    # Loads and workers
+    "LOAD_NOT_FOUND": "`loaderctl get loads` lists them; a coordinator that restarts begins anew",
+    "WORKER_NOT_FOUND": "`loaderctl get workers` lists them",
+    "NOT_ENOUGH_WORKERS": "`loaderctl get workers` shows them; --wait-for-workers 60s waits",
+    "WORKER_BUSY": "`loaderctl get workers` shows which are READY; `loaderctl unload` gives one back",
+    "WORKER_DRAINING": "`loaderctl undrain worker {worker_id}` lets it take loads again",
+    "WORKER_LOST": "`loaderctl get workers` shows who is left; the log of {worker_id} may say why",
+    "STREAMER_LOST": "load again; the coordinator's log says why the streamer ended",
+    "WRONG_STATE": "`loaderctl describe load {load_id}` shows its state; `unload` is for loads that "
+    "serve, `cancel` for those that do not yet",
+    "LOAD_CANCELLED": "`loaderctl load` starts it anew",
+    "QUOTA_EXCEEDED": "end what is not needed (`loaderctl get loads`), or ask for a larger quota",
+    "CONFLICT": "`loaderctl get loads` and `loaderctl get workers` show what is there",
+    "REQUEST_ID_REUSED": "another --request-id, or none, makes a new request",
+    "OUT_OF_MEMORY": "`loaderctl plan PATH --tp N` shows what each rank needs; more ranks need less "
+    "each, and `loaderctl unload` gives memory back",
+    # Checkpoints and plans
+    "CHECKPOINT_NOT_FOUND": "PATH is on the coordinator, relative to its --model-root",
+    "PATH_OUTSIDE_ROOT": "PATH is relative to the coordinator's --model-root, or absolute inside it",
+    "NOT_A_FILE": "PATH is a folder with safetensors files, or one such file",
+    "EMPTY_CHECKPOINT": "PATH is a folder with safetensors files, or one such file",
+    "LFS_POINTER": "`git lfs pull` in the checkpoint's folder fetches the real files",
+    "SHARD_MISSING": "the download is not complete; fetch the checkpoint again",
+    "FILE_TRUNCATED": "the download is not complete; fetch the checkpoint again",
+    "FILE_TOO_SHORT": "the download is not complete; fetch the checkpoint again",
+    "FILE_CHANGED": "something writes to the checkpoint while it is read; load again when it is done",
+    "READ_FAILED": "look at the storage of the coordinator; its log has the system's error",
+    "DATA_LOSS": "compare the files with their source; `loaderctl inspect PATH` reads the headers",
+    "DIGEST_MISMATCH": "load again; if it repeats, look at the memory and network of {worker_id}",
+    "TRAILING_BYTES": "--allow-trailing-bytes accepts them",
+    "LIMIT": "the coordinator's --max-header-bytes sets the limit",
+    "WINDOW_TOO_SMALL": "a larger --window-bytes of the coordinator, or fewer ranks",
+    "TP_NOT_DIVISIBLE": "--tp {valid_tp} would fit",
+    "PLAN_REFUSED": "--tp {valid_tp} would fit",
+    "SUB_BYTE_CUT": "--tp {valid_tp} would fit",
+    "CONFIG_MISSING": "--tp 1 loads every tensor whole, --unknown replicate puts all on every rank",
+    "UNSUPPORTED_ARCHITECTURE": "--tp 1 loads every tensor whole, --unknown replicate puts all on every "
+    "rank",
+    "UNSUPPORTED_QUANTIZATION": "--tp 1 loads every tensor whole, --unknown replicate puts all on every "
+    "rank",
+    "UNKNOWN_TENSOR": "--unknown replicate puts it on every rank",
+    "TIED_HEAD_DIFFERS": "--tied obey-file loads the head as a tensor of its own, --tied trust-config "
+    "leaves it out",
+}
+"""Hints by reason. `{endpoint}` is the coordinator's, other words are facts of the error."""
+
+WITHOUT_HINT = frozenset(
+    {
+        # The message names the field or the name that is wrong, and the caller typed it.
+        "INVALID_REQUEST",
+        "INVALID_FILE_NAME",
+        # The file itself is bad; the message says where, and no option helps.
+        "BAD_HEADER_LENGTH",
+        "DUPLICATE_TENSOR",
+        "INDEX_MISMATCH",
+        "INVALID_CONFIG",
+        "INVALID_HEADER",
+        "INVALID_INDEX",
+        "MISSING_TENSOR",
+        "OVERLAPPING_TENSORS",
+        "SHAPE_MISMATCH",
+        "TENSOR_IN_OTHER_SHARD",
+        "TENSOR_NOT_IN_INDEX",
+        "TENSOR_NOT_IN_SHARD",
+        "UNCOVERED_BYTES",
+        "UNKNOWN_DTYPE",
+        # Between coordinator and workers, or when a server starts: in their logs only.
+        "ACCESS_FILE_INVALID",
+        "CANNOT_LISTEN",
+        "INSECURE_LISTEN",
+        "INVALID_MANIFEST",
+        "TLS_FILES_INVALID",
+        "WORKER_ID_TAKEN",
+        "WORKER_SUPERSEDED",
+        # A fault of the service: the message is all there is to say.
+        "INTERNAL",
+    }
+)
+"""Reasons for which there is nothing to say beyond the message."""
+
+
+def hint(error: LoaderError, endpoint: str) -> str:
+    """Return what to do about an error; empty where the message says it all.
+
+    Args:
+        error: what happened.
+        endpoint: the coordinator that was asked.
+    """
+    sizes = [str(size) for size in error.valid_tp] if isinstance(error, PlanRefused) else []
+    template = HINTS.get(error.reason, "")
+    if "{valid_tp}" in template and not sizes:
+        return ""
+    facts = {key: value for key, value in error.metadata.items() if value}
+    return template.format_map(_Facts(facts, endpoint=endpoint, valid_tp=_either(sizes)))
+
+
+class _Facts(dict[str, str]):
+    """Facts of an error; one that it lacks stays a placeholder for people."""
+
+    def __missing__(self, key: str) -> str:
+        return key.removesuffix("_id").upper()
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""

@@ -1,0 +1,99 @@
+"""What `loaderctl` advises: every reason that the code knows has a hint, or has none on purpose."""
+
+from __future__ import annotations
+
+import ast
+import string
+from pathlib import Path
+
+import grpc
+import pytest
+
+from loader_service import errors
+from loader_service.cli.hints import HINTS, WITHOUT_HINT, hint
+from loader_service.cli.session import exit_code
+from loader_service.errors import LoaderError, PlanRefused, WorkerBusy
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [*(ROOT / "loader_service").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]
+
+
+def subclasses(kind: type[LoaderError]) -> list[type[LoaderError]]:
+    return [each for child in kind.__subclasses__() for each in (child, *subclasses(child))]
+
+
+CLASSES = [kind for kind in subclasses(LoaderError) if kind.__module__ == errors.__name__]
+
+
+def reasons() -> set[str]:
+    """Reasons of the classes, and those that the sources raise errors with."""
+    found = {kind.default_reason for kind in CLASSES}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.keyword) or node.arg != "reason":
+                continue
+            if isinstance(node.value, ast.Constant) and str(node.value.value).isupper():
+                found.add(str(node.value.value))
+    return found
+
+
+def test_every_reason_has_a_hint_or_none_on_purpose() -> None:
+    found = reasons()
+    assert "TLS_REQUIRED" in found
+    assert found - HINTS.keys() - WITHOUT_HINT == set()
+
+
+def test_no_hint_is_for_a_reason_that_nobody_raises() -> None:
+    # The planner passes this one on from a table of cuts.
+    found = reasons() | {"TP_NOT_DIVISIBLE"}
+    assert (HINTS.keys() | WITHOUT_HINT) - found == set()
+    assert HINTS.keys() & WITHOUT_HINT == set()
+
+
+@pytest.mark.parametrize("reason", HINTS)
+def test_a_hint_is_one_sentence_with_known_facts(reason: str) -> None:
+    text = HINTS[reason]
+    assert not text.endswith((".", " "))
+    assert "  " not in text
+    fields = {field for _, field, _, _ in string.Formatter().parse(text) if field}
+    assert fields <= {"endpoint", "load_id", "valid_tp", "worker_id"}
+
+
+def test_a_hint_names_the_facts_of_the_error() -> None:
+    error = WorkerBusy("drained", reason="WORKER_DRAINING", worker_id="w7")
+    assert "undrain worker w7`" in hint(error, "h:1")
+    assert "undrain worker WORKER`" in hint(WorkerBusy("", reason="WORKER_DRAINING"), "h:1")
+    assert "h:1" in hint(errors.ServiceUnavailable("gone"), "h:1")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [("1,2,4", "--tp 1, 2 or 4 would fit"), ("1", "--tp 1 would fit"), ("", "")],
+)
+def test_group_sizes_that_fit_are_named_where_they_are_known(sizes: str, expected: str) -> None:
+    refused = PlanRefused("no", reason="TP_NOT_DIVISIBLE", valid_tp=sizes)
+    assert hint(refused, "h:1") == expected
+
+
+def test_a_reason_of_another_release_has_no_hint() -> None:
+    assert hint(LoaderError("what", reason="NEVER_HEARD_OF"), "h:1") == ""
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_exit_codes_follow_the_status(kind: type[LoaderError]) -> None:
+    code = grpc.StatusCode
+    documented = {
+        code.NOT_FOUND: 3,
+        code.INVALID_ARGUMENT: 4,
+        code.FAILED_PRECONDITION: 4,
+        code.RESOURCE_EXHAUSTED: 4,
+        code.ALREADY_EXISTS: 4,
+        code.PERMISSION_DENIED: 5,
+        code.UNAUTHENTICATED: 5,
+        code.DEADLINE_EXCEEDED: 6,
+        code.UNAVAILABLE: 7,
+        code.DATA_LOSS: 1,
+        code.CANCELLED: 1,
+        code.INTERNAL: 1,
+    }
+    assert exit_code(kind("what")) == documented[kind.status]
