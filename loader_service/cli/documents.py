@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "checkpoint_document",
     "contexts_document",
+    "enum_name",
     "health_document",
     "load_document",
     "loads_document",
@@ -35,11 +36,19 @@ __all__ = [
 ]
 
 
+def enum_name(kind: Any, value: int, prefix: str) -> str:
+    """Return the name of an enum's value without its prefix; the number of one from a later release."""
+    try:
+        return str(kind.Name(value)).removeprefix(prefix)
+    except ValueError:
+        return str(value)
+
+
 def load_document(load: types_pb2.Load) -> dict[str, Any]:
     """Return the document of one load."""
     return {
         "loadId": load.load_id,
-        "state": types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_"),
+        "state": enum_name(types_pb2.LoadState, load.state, "LOAD_STATE_"),
         "path": load.path,
         "architecture": load.architecture,
         "tp": load.tp,
@@ -75,7 +84,7 @@ def worker_document(worker: types_pb2.Worker) -> dict[str, Any]:
     memory = worker.memory
     return {
         "workerId": worker.worker_id,
-        "state": types_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_"),
+        "state": enum_name(types_pb2.WorkerState, worker.state, "WORKER_STATE_"),
         "address": worker.address,
         "host": worker.host,
         "device": worker.device,
@@ -256,7 +265,7 @@ def _rank(rank: types_pb2.RankProgress) -> dict[str, Any]:
             "peer": rank.bytes_by_source.peer_bytes,
         },
         "verified": rank.verified,
-        "state": types_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_"),
+        "state": enum_name(types_pb2.RankState, rank.state, "RANK_STATE_"),
         "stalled": rank.stalled,
         "idleSeconds": _seconds(rank.idle_duration) if rank.HasField("idle_duration") else None,
     }

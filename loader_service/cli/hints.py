@@ -62,7 +62,7 @@ HINTS: Mapping[str, str] = {
     "DATA_LOSS": "compare the files with their source; `loaderctl inspect PATH` reads the headers",
     "DIGEST_MISMATCH": "load again; if it repeats, look at the memory and network of {worker_id}",
     "TRAILING_BYTES": "--allow-trailing-bytes accepts them",
-    "LIMIT": "the coordinator's --max-header-bytes sets the limit",
+    "LIMIT": "the coordinator's --max-header-bytes and --max-tensors set the limits",
     "WINDOW_TOO_SMALL": "a larger --window-bytes of the coordinator, or fewer ranks",
     "TP_NOT_DIVISIBLE": "--tp {valid_tp} would fit",
     "PLAN_REFUSED": "--tp {valid_tp} would fit",

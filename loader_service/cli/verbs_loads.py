@@ -185,7 +185,7 @@ async def _interrupted(session: Session, load_id: str, cancel: bool) -> None:
     except WrongState:
         # The end of the watch has cancelled it already, or it was committed before.
         load = await session.client.get_load(load_id)
-    state = types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_")
+    state = documents.enum_name(types_pb2.LoadState, load.state, "LOAD_STATE_")
     if load.state == types_pb2.LOAD_STATE_CANCELLED:
         session.note(f"load {load_id} is cancelled")
     else:

@@ -160,3 +160,7 @@ def test_lists_without_entries_are_empty_lists(loads: Callable[[list[Any]], Any]
 def test_version_prints_a_document_too() -> None:
     result = CliRunner().invoke(app, ["version", "-o", "json"])
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"version": __version__})
+
+
+def test_a_state_of_a_later_release_is_its_number() -> None:
+    assert documents.load_document(types_pb2.Load(state=99))["state"] == "99"  # type: ignore[arg-type]
