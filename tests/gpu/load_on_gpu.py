@@ -6,7 +6,8 @@
 Runs the device contract; loads small checkpoints and a large one at tp=1 and tp=2 (two workers on the
 one device); compares the SHA-256 of every tensor, read back from the device, with the independent
 cutter of tests/oracle.py; checks that device memory grows by what is loaded and goes back at unload;
-times loads beside copies that anyone could do. Exits with 1 when any check fails.
+kills a worker in the middle of a load; times loads beside copies that anyone could do. Exits with 1 when
+any check fails.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from loader_service.client import LoaderClient  # noqa: E402
+from loader_service.client import AsyncLoaderClient  # noqa: E402
 from loader_service.v1 import types_pb2  # noqa: E402
 from tests.bench.llama_checkpoint import write_checkpoint  # noqa: E402
 from tests.bench.perftest import perftest  # noqa: E402
@@ -126,6 +127,8 @@ def main() -> int:
         run.load_small_ones()
     with report.step("large checkpoint"):
         run.load_large_one()
+    with report.step("killed worker"):
+        run.kill_a_worker()
     with report.step("copies beside it"):
         _measure_baselines(report, run.large.folder, device, options.rounds)
     print(f"\n{dt.datetime.now(tz=dt.UTC).date()}, {_machine(device)}")
@@ -227,12 +230,46 @@ class _Run:
         for tp in (1, 2):
             _read_all(folder)
             with self._cluster(f"large-tp{tp}", workers=tp) as running:
+                idle = self._device.free_bytes() if self._device else 0
                 first = self._load(running, folder, tp)
                 self._compare(running, first, self.large, tp)
                 running.unload(first.load_id)
+                if self._device:
+                    kept = idle - self._device.free_bytes()
+                    print(f"     large tp={tp}: {kept} bytes stay in use after the first unload")
                 self._measure(f"tp={tp}, first load of its processes", [first])
                 self._check_memory(running, tp)
                 self._measure_repeats(running, tp)
+
+    def kill_a_worker(self) -> None:
+        """The load ends at once, and neither rank's memory stays."""
+        with self._cluster("killed", workers=2) as running:
+            before = self._device.free_bytes() if self._device else 0
+            running.call(lambda client: client.load(str(self.large.folder), 2))
+            wait_for(lambda: self._half_landed(running) or None)
+            running.workers["w1"].kill()
+            start = time.monotonic()
+            load = wait_for(lambda: self._failed(running))
+            seconds = time.monotonic() - start
+            self._report.check(
+                load.failure.reason == "WORKER_LOST" and seconds < 2,
+                f"killed worker: the load ended {seconds:.2f} s later, {load.failure.message}",
+            )
+            running.wait_for_empty("w0", 5.0)
+            if self._device:
+                # The dead worker's context is gone too, so there is more free memory than before.
+                free = self._device.free_bytes()
+                self._report.check(free > before, f"killed worker: {free - before} bytes more free")
+
+    def _half_landed(self, running: Cluster) -> bool:
+        (load,) = running.call(lambda client: client.list_loads())
+        return bool(load.ranks) and all(
+            0 < rank.done_bytes < rank.total_bytes for rank in load.ranks
+        )
+
+    def _failed(self, running: Cluster) -> types_pb2.Load | None:
+        (load,) = running.call(lambda client: client.list_loads())
+        return load if load.state == types_pb2.LOAD_STATE_FAILED else None
 
     def _measure_repeats(self, running: Cluster, tp: int) -> None:
         folder = self.large.folder
@@ -257,7 +294,7 @@ class _Run:
         self._report.measure(f"loader-service {what}", loads[0].wire_bytes, seconds, note)
 
     def _load(self, running: Cluster, folder: Path, tp: int) -> types_pb2.Load:
-        async def work(client: LoaderClient) -> types_pb2.Load:
+        async def work(client: AsyncLoaderClient) -> types_pb2.Load:
             async with asyncio.timeout(LOAD_SECONDS):
                 started = await client.load(str(folder), tp)
                 return [load async for load in client.watch(started.load_id)][-1]
