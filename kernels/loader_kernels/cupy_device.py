@@ -16,7 +16,7 @@ __all__ = ["CupyBuffer", "CupyDevice", "CupyWindow"]
 STAGING_BYTES = 256 * BLOCK_BYTES
 """Pinned memory that a thread hashes through: enough for the link, little enough for the cache."""
 
-_SHARED_BELOW_BYTES = 1 << 20
+_SHARED_UP_TO_BYTES = 1 << 20
 _SHARED_UNIT_BYTES = 512
 _OWN_UNIT_BYTES = 2 << 20
 _OUT_OF_MEMORY = 2
@@ -60,8 +60,8 @@ class CupyDevice:
     """One CUDA device. Thread-safe; a call makes the device the calling thread's current one.
 
     Every buffer is a `cudaMalloc` of its own, without a pool, so that freeing a tensor really gives
-    its bytes back. `memory` counts what CUDA takes for a buffer: below 1 MiB multiples of 512 bytes
-    (small buffers share blocks of 2 MiB), from there on multiples of 2 MiB.
+    its bytes back. `memory` counts what CUDA takes for a buffer: up to 1 MiB multiples of 512 bytes
+    (small buffers share blocks of 2 MiB), above it multiples of 2 MiB.
     """
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
@@ -222,7 +222,7 @@ class _Lane(threading.local):
 
 def _taken_bytes(nbytes: int) -> int:
     """Return what CUDA takes for an allocation."""
-    unit = _SHARED_UNIT_BYTES if nbytes < _SHARED_BELOW_BYTES else _OWN_UNIT_BYTES
+    unit = _SHARED_UNIT_BYTES if nbytes <= _SHARED_UP_TO_BYTES else _OWN_UNIT_BYTES
     return -(-nbytes // unit) * unit
 
 

@@ -363,8 +363,13 @@ class _Run:
         return readings
 
     def _counted(self, running: Cluster, worker_id: str) -> int:
-        """The bytes that a worker says are handed out, once its heartbeat has told."""
-        return wait_for(lambda: running.memory(worker_id).allocated_bytes or None)
+        """The bytes that a worker says are handed out, once a heartbeat since the commit has told."""
+
+        def committed() -> int | None:
+            memory = running.memory(worker_id)
+            return memory.allocated_bytes if memory.resident_bytes else None
+
+        return wait_for(committed)
 
 
 def _facts(tensor: types_pb2.TensorSlice | ExpectedSlice, sha256: str) -> tuple[Any, ...]:
