@@ -54,12 +54,14 @@ class Cluster:
             ],
         )
 
-    def start_worker(self, worker_id: str, *arguments: str, program: Sequence[str] = ()) -> None:
+    def start_worker(
+        self, worker_id: str, *arguments: str, program: Sequence[str] = WORKER
+    ) -> None:
         """Start a worker; `program` stands in for the command itself."""
         self.workers[worker_id], _ = self._start(
             worker_id,
             [
-                *(program or WORKER),
+                *program,
                 f"--coordinator={self.endpoint}",
                 "--listen=127.0.0.1:0",
                 f"--worker-id={worker_id}",
@@ -194,6 +196,7 @@ def cluster(
     workers: int,
     *,
     coordinator: Sequence[str] = (),
+    worker: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """Run a coordinator and idle workers `w0`, `w1`, ... until the block ends."""
@@ -201,7 +204,7 @@ def cluster(
     try:
         running.start_coordinator(*coordinator)
         for number in range(workers):
-            running.start_worker(f"w{number}")
+            running.start_worker(f"w{number}", *worker)
         running.wait_for_workers(workers)
         yield running
     finally:

@@ -1,7 +1,4 @@
-"""The CUDA device: memory of one GPU behind the Device port, through CuPy's runtime calls.
-
-CuPy is imported when a device is opened, not when this module is.
-"""
+"""The CuPy device: one CUDA device behind the Device port. CuPy is imported when one is opened."""
 
 from __future__ import annotations
 
@@ -9,210 +6,232 @@ import threading
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loader_kernels.device import Buffer, DeviceMemory, DeviceOutOfMemoryError
 from loader_kernels.digest import BLOCK_BYTES, hash_blocks
 
-__all__ = ["CupyBuffer", "CupyDevice"]
+__all__ = ["CupyBuffer", "CupyDevice", "CupyWindow"]
 
-_THREAD_STREAM = 2
-"""`cudaStreamPerThread`: work of one thread does not wait for that of another."""
+STAGING_BYTES = 256 * BLOCK_BYTES
+"""Pinned memory that a thread hashes through: enough for the link, little enough for the cache."""
 
-_ALIGNMENT = 256
-"""cudaMalloc hands out addresses of this alignment (CUDA C++ Programming Guide, 5.3.2)."""
-
-_STAGING_BYTES = 512 * BLOCK_BYTES
-"""Pinned memory of each hashing thread, through which device memory comes to the host."""
-
-_DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 2, 3
-"""`cudaMemcpyKind`."""
+_SHARED_UP_TO_BYTES = 1 << 20
+_SHARED_UNIT_BYTES = 512
+_OWN_UNIT_BYTES = 2 << 20
+_OUT_OF_MEMORY = 2
+"""`cudaErrorMemoryAllocation`."""
 
 
 class CupyBuffer:
-    """Device memory of one tensor: an allocation of its own.
+    """Device memory of one tensor.
 
     Attributes:
-        nbytes: bytes that may be used.
-        pointer: device address; 0 for an empty buffer, None once freed.
+        owner: device that handed it out.
+        pointer: device address, 0 for a buffer without bytes; None once freed.
     """
 
-    __slots__ = ("nbytes", "pointer")
+    __slots__ = ("nbytes", "owner", "pointer")
 
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        """Wrap memory that only `CupyDevice.free` gives back."""
+    def __init__(self, owner: CupyDevice, pointer: int, nbytes: int) -> None:
+        """Wrap memory that only `owner` frees."""
+        self.owner = owner
         self.pointer: int | None = pointer
         self.nbytes = nbytes
 
 
-class _Window:
-    """Part of a buffer as transports and array libraries take it; does not keep the memory alive."""
+class CupyWindow:
+    """Writable view of device memory for a transport: uint8 of shape (length,)."""
 
-    def __init__(self, pointer: int, nbytes: int) -> None:
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, address: int, length: int) -> None:
+        """View `length` bytes at a device address; the buffer there must outlive the view."""
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
+            "shape": (length,),
             "typestr": "|u1",
-            "data": (pointer, False),
+            "data": (address, False),
             "strides": None,
             "version": 3,
         }
 
 
 class CupyDevice:
-    """One CUDA device. Thread-safe; every thread works on a stream of its own.
+    """One CUDA device. Thread-safe; a call makes the device the calling thread's current one.
 
-    Each buffer is one cudaMalloc, so that freeing a tensor gives its bytes back to the card and not to
-    a pool. `allocated_bytes` counts buffers rounded up to 256 bytes; what the driver needs beside that
-    shows in `free_bytes`, which is the driver's own number.
+    Every buffer is a `cudaMalloc` of its own, without a pool, so that freeing a tensor really gives
+    its bytes back. `memory` counts what CUDA takes for a buffer: up to 1 MiB multiples of 512 bytes
+    (small buffers share blocks of 2 MiB), above it multiples of 2 MiB.
     """
 
-    def __init__(self, index: int = 0, limit_bytes: int | None = None) -> None:
-        """Open the device and make its context, which takes some hundred MiB of its memory.
+    def __init__(self, index: int, limit_bytes: int | None = None) -> None:
+        """Open a device and make its primary context, which UCX needs before it starts.
 
         Args:
-            index: number of the device, as CUDA counts.
-            limit_bytes: most bytes to hand out; None leaves it to the device.
+            index: number of the device among those that CUDA shows.
+            limit_bytes: most bytes that may be handed out; None leaves it to the device.
 
         Raises:
             ValueError: CuPy, the driver or the device is missing; the text says what to do.
         """
-        try:
-            import cupy
-        except ImportError as error:
-            raise ValueError(
-                f"device 'cuda:{index}' needs CuPy: install loader-service[cuda12] or [cuda13] "
-                f"({error})"
-            ) from error
-        self._cuda: Any = cupy.cuda
-        self._runtime: Any = cupy.cuda.runtime
         self._index = index
+        self._cupy = _import_cupy(self.name)
+        self._runtime = self._cupy.cuda.runtime
         self._limit_bytes = limit_bytes
         self._allocated_bytes = 0
         self._lock = threading.Lock()
-        self._staging = threading.local()
+        self._open()
+        self._lane = _Lane(self._cupy, index)
+
+    def _open(self) -> None:
         try:
             count = self._runtime.getDeviceCount()
+            if self._index >= count:
+                raise ValueError(
+                    f"no device {self.name!r}; CUDA shows {count}, the first is cuda:0 "
+                    "(CUDA_VISIBLE_DEVICES may hide others)"
+                )
+            self._use()
+            self._runtime.free(0)  # the usual way to make the context now
         except self._runtime.CUDARuntimeError as error:
             raise ValueError(
-                f"device 'cuda:{index}' needs an NVIDIA driver that works: {error}"
+                f"{self.name} cannot be used; `nvidia-smi` must list it, and its driver must be new "
+                f"enough for the installed CuPy: {error}"
             ) from error
-        if not 0 <= index < count:
-            raise ValueError(f"there is no device 'cuda:{index}'; this machine has {count}")
-        with self._cuda.Device(index):
-            # The first call that needs a context makes it, before UCX looks for one.
-            self._runtime.free(0)
 
     @property
     def name(self) -> str:
-        """`cuda:` and the number of the device."""
+        """`cuda:0` for the first device."""
         return f"cuda:{self._index}"
 
     def memory(self) -> DeviceMemory:
-        """Return the handed-out bytes, and what the driver and the limit leave."""
+        """Return the handed-out bytes, and what the limit and all processes on the device leave."""
         with self._lock:
             return self._memory()
 
     def _memory(self) -> DeviceMemory:
-        with self._cuda.Device(self._index):
-            available, total = self._runtime.memGetInfo()
+        self._use()
+        free, total = self._runtime.memGetInfo()
         if self._limit_bytes is not None:
             total = min(total, self._limit_bytes)
-            available = min(available, self._limit_bytes - self._allocated_bytes)
-        return DeviceMemory(self._allocated_bytes, max(0, available), total)
+            free = min(free, self._limit_bytes - self._allocated_bytes)
+        return DeviceMemory(self._allocated_bytes, max(0, free), total)
 
     def allocate(self, nbytes: int) -> CupyBuffer:
-        """Return fresh device memory, contents undefined."""
-        if not nbytes:
-            return CupyBuffer(0, 0)
+        """Return fresh device memory; the limit counts rounded bytes."""
+        taken = _taken_bytes(nbytes)
         with self._lock:
-            if self._limit_bytes is not None:
-                left = self._limit_bytes - self._allocated_bytes
-                if _rounded(nbytes) > left:
-                    raise DeviceOutOfMemoryError(nbytes, max(0, left))
+            if self._limit_bytes is not None and self._allocated_bytes + taken > self._limit_bytes:
+                raise DeviceOutOfMemoryError(nbytes, self._memory().free_bytes)
+            self._use()
             try:
-                with self._cuda.Device(self._index):
-                    pointer = self._runtime.malloc(nbytes)
+                pointer = self._runtime.malloc(nbytes) if nbytes else 0
             except self._runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
                 raise DeviceOutOfMemoryError(nbytes, self._memory().free_bytes) from error
-            self._allocated_bytes += _rounded(nbytes)
-        return CupyBuffer(pointer, nbytes)
+            self._allocated_bytes += taken
+        return CupyBuffer(self, pointer, nbytes)
 
     def free(self, buffer: Buffer) -> None:
-        """Give the memory back to the card; waits for work that is under way on it."""
-        pointer = self._pointer(buffer)
+        """Give the memory back; if the driver refuses, it stays counted and the buffer is dead."""
+        pointer = self._address(buffer, 0, 0)
         assert isinstance(buffer, CupyBuffer)
-        buffer.pointer = None
-        if not pointer:
-            return
-        with self._lock, self._cuda.Device(self._index):
-            self._runtime.free(pointer)
-            self._allocated_bytes -= _rounded(buffer.nbytes)
+        with self._lock:
+            buffer.pointer = None
+            if pointer:
+                self._use()
+                self._runtime.free(pointer)
+            self._allocated_bytes -= _taken_bytes(buffer.nbytes)
 
-    def window(self, buffer: Buffer, offset: int, length: int) -> Any:
-        """Return an object with `__cuda_array_interface__`, uint8 of shape (length,)."""
-        return _Window(self._part(buffer, offset, length), length)
+    def window(self, buffer: Buffer, offset: int, length: int) -> CupyWindow:
+        """Return a view that offers `__cuda_array_interface__`."""
+        return CupyWindow(self._address(buffer, offset, length), length)
 
     def copy(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int
     ) -> None:
-        """Copy on the device; done when the call returns."""
-        there = self._part(target, offset, length)
-        here = self._part(source, source_offset, length)
-        self._transfer(there, here, length, _DEVICE_TO_DEVICE)
+        """Copy on the calling thread's stream and wait for it."""
+        begin = self._address(source, source_offset, length)
+        end = self._address(target, offset, length)
+        self._copy_to(end, begin, length, self._runtime.memcpyDeviceToDevice)
 
     def zero(self, buffer: Buffer, offset: int, length: int) -> None:
-        """Set bytes to zero; done when the call returns."""
-        pointer = self._part(buffer, offset, length)
-        if not length:
-            return
-        with self._cuda.Device(self._index):
-            self._runtime.memsetAsync(pointer, 0, length, _THREAD_STREAM)
-            self._runtime.streamSynchronize(_THREAD_STREAM)
+        """Fill with zeros on the calling thread's stream and wait for it."""
+        address = self._address(buffer, offset, length)
+        if length:
+            self._use()
+            stream = self._lane.stream
+            self._runtime.memsetAsync(address, 0, length, stream.ptr)
+            stream.synchronize()
 
     def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
-        """Return a copy in host memory, read-only."""
+        """Return a copy in host memory."""
+        address = self._address(buffer, offset, length)
         host = np.empty(length, np.uint8)
-        pointer = self._part(buffer, offset, length)
-        self._transfer(host.ctypes.data, pointer, length, _DEVICE_TO_HOST)
+        self._fetch(address, host)
         return host.data.toreadonly()
 
     def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
-        """Hash the device's bytes, on the host: they come over in pieces of whole blocks."""
-        staging = self._thread_staging()
+        """Hash on the host, from copies in the calling thread's pinned memory."""
+        address = self._address(buffer, offset, length)
         hashes = []
-        for start in range(0, length, _STAGING_BYTES):
-            size = min(_STAGING_BYTES, length - start)
-            pointer = self._part(buffer, offset + start, size)
-            self._transfer(staging.ctypes.data, pointer, size, _DEVICE_TO_HOST)
-            hashes.append(hash_blocks(staging[:size].data))
+        for start in range(0, length, STAGING_BYTES):
+            piece = self._lane.staging[: length - start]
+            self._fetch(address + start, piece)
+            hashes.append(hash_blocks(piece.data))
         return b"".join(hashes)
 
-    def _thread_staging(self) -> Any:
-        if not hasattr(self._staging, "array"):
-            with self._cuda.Device(self._index):
-                memory = self._cuda.alloc_pinned_memory(_STAGING_BYTES)
-            # The array keeps the pinned memory alive.
-            self._staging.array = np.frombuffer(memory, np.uint8, _STAGING_BYTES)
-        return self._staging.array
+    def _fetch(self, address: int, host: npt.NDArray[np.uint8]) -> None:
+        kind = self._runtime.memcpyDeviceToHost
+        self._copy_to(host.ctypes.data, address, host.nbytes, kind)
 
-    def _transfer(self, target: int, source: int, length: int, kind: int) -> None:
-        if not length:
-            return
-        with self._cuda.Device(self._index):
-            self._runtime.memcpyAsync(target, source, length, kind, _THREAD_STREAM)
-            self._runtime.streamSynchronize(_THREAD_STREAM)
+    def _copy_to(self, target: int, source: int, length: int, kind: int) -> None:
+        if length:
+            self._use()
+            stream = self._lane.stream
+            self._runtime.memcpyAsync(target, source, length, kind, stream.ptr)
+            stream.synchronize()
 
-    def _part(self, buffer: Buffer, offset: int, length: int) -> int:
-        """Return the address of bytes [offset, offset + length)."""
-        pointer = self._pointer(buffer)
-        if offset < 0 or length < 0 or offset + length > buffer.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + length} lie outside of the buffer")
-        return pointer + offset
+    def _use(self) -> None:
+        """Make the device the thread's; it stays, since going back would open another device."""
+        self._runtime.setDevice(self._index)
 
-    def _pointer(self, buffer: Buffer) -> int:
-        if not isinstance(buffer, CupyBuffer) or buffer.pointer is None:
+    def _address(self, buffer: Buffer, offset: int, length: int) -> int:
+        """Return the device address of bytes [offset, offset + length) of a buffer."""
+        if not isinstance(buffer, CupyBuffer) or buffer.owner is not self or buffer.pointer is None:
             raise ValueError("the buffer is not one of this device's, or it has been freed")
-        return buffer.pointer
+        if not 0 <= offset <= offset + length <= buffer.nbytes:
+            raise ValueError(
+                f"bytes [{offset}, {offset + length}) are outside a buffer of {buffer.nbytes}"
+            )
+        return buffer.pointer + offset
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+class _Lane(threading.local):
+    """What each thread has of its own, so that threads do not wait for one another's copies."""
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        """Make the calling thread's stream and pinned memory, uint8 of shape (STAGING_BYTES,)."""
+        cupy.cuda.runtime.setDevice(index)
+        # Unlike the default one, this stream does not wait for other work in the process.
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        pinned = cupy.cuda.alloc_pinned_memory(STAGING_BYTES)
+        self.staging = np.frombuffer(pinned, np.uint8, STAGING_BYTES)
+
+
+def _taken_bytes(nbytes: int) -> int:
+    """Return what CUDA takes for an allocation."""
+    unit = _SHARED_UNIT_BYTES if nbytes <= _SHARED_UP_TO_BYTES else _OWN_UNIT_BYTES
+    return -(-nbytes // unit) * unit
+
+
+def _import_cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ValueError(
+            f"{name} needs CuPy: install `loader-service[cuda13]`, or `loader-service[cuda12]` for a "
+            f"driver of CUDA 12 ({error})"
+        ) from error
+    return cupy

@@ -52,7 +52,11 @@ class Buffer(Protocol):
 
 
 class Device(Protocol):
-    """One device memory. Methods may be called from any thread; `free` ends a buffer's life."""
+    """One device memory. Methods may be called from any thread; `free` ends a buffer's life.
+
+    Methods that take a buffer raise ValueError when it is another device's, when it has been freed, or
+    when the bytes lie outside it.
+    """
 
     @property
     def name(self) -> str:
@@ -94,7 +98,10 @@ class Device(Protocol):
         ...
 
     def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
-        """Return `length` bytes in host memory, read-only: a view while the buffer lives, or a copy."""
+        """Return `length` bytes in host memory, read-only: a view or a copy, as the device is.
+
+        Use it before the buffer changes or is freed.
+        """
         ...
 
     def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:

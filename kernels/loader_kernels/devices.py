@@ -17,14 +17,14 @@ def open_device(name: str, limit_bytes: int | None = None) -> Device:
     """Return the device called `name`.
 
     Args:
-        name: `numpy` (host memory), `cuda` (the first one) or `cuda:N`.
+        name: `numpy` for host memory, `cuda:N` for CUDA device N, `cuda` for the first.
         limit_bytes: most bytes that the device may hand out; None leaves it to the machine.
 
     Raises:
-        ValueError: there is no such device, or what it needs is missing.
+        ValueError: no such device here; the text says what to do.
     """
     if name == "numpy":
         return NumpyDevice(limit_bytes)
-    if match := _CUDA.fullmatch(name):
-        return CupyDevice(int(match[1] or 0), limit_bytes)
-    raise ValueError(f"no device {name!r}; there are `numpy`, `cuda` and `cuda:N`")
+    if cuda := _CUDA.fullmatch(name):
+        return CupyDevice(int(cuda[1] or 0), limit_bytes)
+    raise ValueError(f"no device {name!r}; choose `numpy` or `cuda:N`")

@@ -87,23 +87,21 @@ class NumpyDevice:
 
     def window(self, buffer: Buffer, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Return the array's part."""
-        return _array(buffer)[offset : offset + length]
+        return _part(buffer, offset, length)
 
     def copy(
         self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int
     ) -> None:
         """Copy between two arrays."""
-        _array(target)[offset : offset + length] = _array(source)[
-            source_offset : source_offset + length
-        ]
+        _part(target, offset, length)[:] = _part(source, source_offset, length)
 
     def zero(self, buffer: Buffer, offset: int, length: int) -> None:
         """Fill with zeros."""
-        _array(buffer)[offset : offset + length] = 0
+        _part(buffer, offset, length)[:] = 0
 
     def read(self, buffer: Buffer, offset: int, length: int) -> memoryview:
         """Return a view: the device's memory is host memory."""
-        return _array(buffer)[offset : offset + length].data.toreadonly()
+        return _part(buffer, offset, length).data.toreadonly()
 
     def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
         """Hash the array's part."""
@@ -127,6 +125,15 @@ def _array(buffer: Buffer) -> npt.NDArray[np.uint8]:
     if not isinstance(buffer, NumpyBuffer) or buffer.bytes is None:
         raise ValueError("the buffer is not one of this device's, or it has been freed")
     return buffer.bytes
+
+
+def _part(buffer: Buffer, offset: int, length: int) -> npt.NDArray[np.uint8]:
+    memory = _array(buffer)
+    if not 0 <= offset <= offset + length <= memory.nbytes:
+        raise ValueError(
+            f"bytes [{offset}, {offset + length}) are outside a buffer of {memory.nbytes}"
+        )
+    return memory[offset : offset + length]
 
 
 def _host_memory() -> tuple[int, int]:

@@ -12,16 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
-import os
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -33,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.bench.llama_checkpoint import HEADS, KV_HEADS, write_checkpoint  # noqa: E402
+from tests.bench.perftest import perftest  # noqa: E402
 from tests.cluster import Cluster, cluster  # noqa: E402
 
 TP = 2
@@ -121,53 +118,10 @@ def _memcpy(result: Result) -> None:
 
 
 def _perftest(result: Result) -> None:
-    """Run UCX's own benchmark between two processes; the rate is the one that it prints."""
-    package = next(
-        Path(str(file.locate()))
-        for name in ("libucx-cu12", "libucx-cu13")
-        if _installed(name)
-        for file in metadata.files(name) or ()
-        if file.name == "ucx_perftest"
-    )
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(package.parents[1] / "lib"),
-        "UCX_TLS": "all",
-        "UCX_WARN_UNUSED_ENV_VARS": "n",
-    }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    package.chmod(0o755)
-    server = subprocess.Popen(
-        [str(package), "-p", port],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    time.sleep(0.5)
-    client = subprocess.run(
-        [
-            str(package),
-            "127.0.0.1",
-            *("-p", port, "-t", "tag_bw", "-s", str(PERFTEST_BYTES), "-n", "64", "-w", "4"),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    server.wait(30)
-    (final,) = re.findall(r"^Final:.*$", client.stdout, re.MULTILINE)
-    megabytes_per_second = float(final.split()[6])
+    """Take the rate that UCX's own benchmark prints."""
     result.nbytes = GIB
-    result.seconds.append(GIB / (megabytes_per_second * 2**20))
+    result.seconds.append(GIB / 1e9 / perftest(PERFTEST_BYTES))
     result.host_bytes.append(0)
-
-
-def _installed(name: str) -> bool:
-    return any(distribution.name == name for distribution in metadata.distributions())
 
 
 def _safetensors(result: Result, files: list[Path]) -> None:

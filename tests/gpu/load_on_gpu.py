@@ -1,301 +1,483 @@
-"""Loads checkpoints into the memory of a GPU, checks every byte, and times it beside other ways.
+"""Loads checkpoints to a GPU over the real service, checks every byte, and measures.
 
-One call does everything and fails when a check does:
+    python tests/gpu/load_on_gpu.py                    # cuda:0
+    python tests/gpu/load_on_gpu.py --device numpy --layers 1    # a rehearsal without a GPU
 
-    python tests/gpu/load_on_gpu.py
-
-It starts a coordinator and workers as processes, loads a small checkpoint (tp 1 and 2, both ranks on the
-one card) and a large one (tp 1, several times), compares the SHA-256 of every slice, read back from the
-device, with an independent cutter, watches the card's memory come and go, and kills a worker in the
-middle of a load. The table at the end is for docs/benchmarks.md. With `--device numpy` everything but
-the GPU's own rows runs on a machine without one.
+Runs the device contract; loads small checkpoints and a large one at tp=1 and tp=2 (two workers on the
+one device); compares the SHA-256 of every tensor, read back from the device, with the independent
+cutter of tests/oracle.py; checks that device memory grows by what is loaded and goes back at unload;
+kills a worker in the middle of a load; times loads beside copies that anyone could do. Exits with 1 when
+any check fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import asyncio
+import dataclasses
 import datetime as dt
+import hashlib
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from loader_service.client import AsyncLoaderClient  # noqa: E402
 from loader_service.v1 import types_pb2  # noqa: E402
 from tests.bench.llama_checkpoint import write_checkpoint  # noqa: E402
+from tests.bench.perftest import perftest  # noqa: E402
+from tests.checkpoints import (  # noqa: E402
+    ModelOptions,
+    save_model,
+    tensors_of_every_dtype,
+    write_file,
+)
 from tests.cluster import Cluster, cluster, wait_for  # noqa: E402
-from tests.oracle import expected_slices  # noqa: E402
+from tests.oracle import ExpectedSlice, expected_slices  # noqa: E402
 
-SMALL_LAYERS, LARGE_LAYERS = 2, 33
-ROUNDS = 5
-COPY_BYTES = 1 << 30
-CONTEXT_SLACK_BYTES = 64 << 20
-
-
-class Card:
-    """The GPU as this program sees it from outside of the workers."""
-
-    def __init__(self, device: str) -> None:
-        self.is_there = device.startswith("cuda")
-        if self.is_there:
-            import cupy
-
-            self._cupy = cupy
-
-    @property
-    def name(self) -> str:
-        """Name of the card, or of the processor's memory."""
-        if not self.is_there:
-            return "host memory (no GPU)"
-        properties = self._cupy.cuda.runtime.getDeviceProperties(0)
-        return str(properties["name"].decode())
-
-    def used_bytes(self) -> int:
-        """Bytes in use on the card by all processes."""
-        if not self.is_there:
-            return 0
-        free, total = self._cupy.cuda.runtime.memGetInfo()
-        return int(total - free)
-
-    def pinned_copy_seconds(self) -> float:
-        """Time to copy `COPY_BYTES` from pinned host memory: the limit of the link."""
-        cuda = self._cupy.cuda
-        host = np.frombuffer(cuda.alloc_pinned_memory(COPY_BYTES), np.uint8, COPY_BYTES)
-        device = self._cupy.empty(COPY_BYTES, np.uint8)
-        return _best(lambda: self._set(device, host))
-
-    def pageable_copy_seconds(self) -> float:
-        """Time to copy `COPY_BYTES` from ordinary host memory."""
-        host = np.ones(COPY_BYTES, np.uint8)
-        device = self._cupy.empty(COPY_BYTES, np.uint8)
-        return _best(lambda: self._set(device, host))
-
-    def _set(self, device: Any, host: Any) -> None:
-        device.set(host)
-        self._cupy.cuda.runtime.deviceSynchronize()
+LOAD_SECONDS = 90.0
+GIB = 1 << 30
+MIB = 1 << 20
+PERFTEST_BYTES = 32 * MIB
+SLACK_BYTES = 64 * MIB
+"""What drivers and UCX may take or give back beside the tensors between two readings."""
 
 
-class Checks:
-    """What was checked; a failed check is remembered and ends the program with 1."""
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder, and by tp what each rank must hold of it: (dtype, shape, SHA-256, ...) by name."""
+
+    folder: Path
+    expected: dict[int, list[dict[str, tuple[Any, ...]]]]
+
+
+class Report:
+    """Checks and rates; prints them as they come."""
 
     def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
         self.failed: list[str] = []
 
-    def that(self, holds: bool, what: str) -> None:
-        """Print a check and its outcome."""
-        print(f"{'ok    ' if holds else 'FAILED'} {what}", flush=True)
-        if not holds:
+    def check(self, ok: bool, what: str) -> None:
+        """Note one check."""
+        print(f"{'ok  ' if ok else 'FAIL'} {what}", flush=True)
+        if not ok:
             self.failed.append(what)
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Make an exception of the block a failed check, and go on."""
+        start = time.monotonic()
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - one failed step must not hide what the others find
+            traceback.print_exc()
+            self.check(False, what)
+        print(f"     {what}: {time.monotonic() - start:.1f} s", flush=True)
+
+    def measure(self, what: str, nbytes: int, seconds: list[float], note: str = "") -> None:
+        """Add a row of rates."""
+        rates = [nbytes / second / 1e9 for second in sorted(seconds, reverse=True)]
+        spread = f"{rates[0]:.2f} - {rates[-1]:.2f}" if len(rates) > 1 else ""
+        self.rows.append((what, f"{statistics.median(rates):.2f}", spread, note))
+        print(f"     {what}: {self.rows[-1][1]} GB/s {note}", flush=True)
+
+    def skip(self, what: str, reason: str) -> None:
+        """Add a row that says why there is no rate."""
+        self.rows.append((what, "-", "", f"skipped: {reason}"))
+
+    def print_table(self) -> None:
+        """Print all rows as a markdown table."""
+        print("| what | GB/s, median | min - max | note |\n|---|---|---|---|")
+        for row in self.rows:
+            print("| " + " | ".join(row) + " |")
 
 
 def main() -> int:
     """Run everything and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written")
-    parser.add_argument("--large-layers", type=int, default=LARGE_LAYERS)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or numpy for a rehearsal")
+    parser.add_argument("--layers", type=int, default=32, help="of the large model; 32 are 4 GB")
+    parser.add_argument("--rounds", type=int, default=5, help="of every measurement")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "gpu-load")
+    parser.add_argument("--logs", type=Path, help="where the processes' logs are kept")
     options = parser.parse_args()
-    checks, card = Checks(), Card(options.device)
-    if card.is_there:
-        code = pytest.main(
-            ["-q", "-c", os.devnull, f"--rootdir={ROOT}", "-p", "no:cacheprovider",
-             "-W", "ignore::pytest.PytestUnknownMarkWarning",
-             str(Path(__file__).with_name("test_cupy_device.py"))]
-        )  # fmt: skip
-        checks.that(code == 0, "device contract")
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        write_checkpoint(folder / "small", SMALL_LAYERS)
-        write_checkpoint(folder / "large", options.large_layers)
-        rows = _run(folder, options.device, card, checks)
-    print(f"\n{dt.datetime.now(dt.UTC):%Y-%m-%d}, {card.name}, {os.cpu_count()} CPUs\n")
-    print("| what | GB/s |\n|---|---|")
-    for what, value in rows:
-        print(f"| {what} | {value} |")
-    if checks.failed:
-        print(f"\n{len(checks.failed)} checks failed: {'; '.join(checks.failed)}")
-    return 1 if checks.failed else 0
+    options.folder.mkdir(parents=True, exist_ok=True)
+    logs = options.logs or options.folder / "logs"
+    report = Report()
+    device = _Cuda(options.device) if options.device.startswith("cuda") else None
+    run = _Run(report, options, device, logs)
+    with report.step("device contract"):
+        _run_contract(report, options.device)
+    with report.step("small checkpoints"):
+        run.load_small_ones()
+    with report.step("large checkpoint"):
+        run.load_large_one()
+    with report.step("killed worker"):
+        run.kill_a_worker()
+    with report.step("copies beside it"):
+        _measure_baselines(report, run.large.folder, device, options.rounds)
+    print(f"\n{dt.datetime.now(tz=dt.UTC).date()}, {_machine(device)}")
+    report.print_table()
+    print("\n".join(f"FAILED: {what}" for what in report.failed) or "all checks passed")
+    return 1 if report.failed else 0
 
 
-def _run(folder: Path, device: str, card: Card, checks: Checks) -> list[tuple[str, str]]:
-    empty = card.used_bytes()
-    with cluster(folder, folder, 0) as running:
-        for number in range(2):
-            running.start_worker(f"w{number}", f"--device={device}")
-        running.wait_for_workers(2)
-        started = card.used_bytes()
-        _warm_up(running, folder / "small")
-        # UCX keeps what it has staged the first chunks in; that is not the loads' memory.
-        idle = card.used_bytes()
-        print(
-            f"two workers: contexts {(started - empty) >> 20} MiB of the card, kept by UCX after "
-            f"a first load {(idle - started) >> 20} MiB",
-            flush=True,
-        )
-        for tp in (1, 2):
-            _load_and_compare(running, folder / "small", tp, card, checks, idle)
-        times = _time_large(running, folder / "large", card, checks, idle)
-        _kill_in_the_middle(running, folder / "large", device, card, checks)
-        log = running.log("w0")
-        checks.that("Traceback" not in log, "no traceback in a worker's log")
-    nbytes = sum(path.stat().st_size for path in (folder / "large").glob("*.safetensors"))
-    rows = [
-        (
-            f"loader-service, {nbytes / 1e9:.1f} GB, tp 1, digests on, median of {len(times)}",
-            _rate(nbytes, statistics.median(times)),
-        ),
-    ]
-    rows += _others(folder / "large", nbytes, card)
-    return rows
+class _Cuda:
+    """The device as this script sees it: free memory, and copies to compare with."""
+
+    def __init__(self, name: str) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self.name = name
+        self.index = int(name.partition(":")[2] or 0)
+        cupy.cuda.Device(self.index).use()
+        cupy.cuda.runtime.free(0)
+
+    def free_bytes(self) -> int:
+        """Free bytes of the device, whoever uses it."""
+        return int(self.cupy.cuda.runtime.memGetInfo()[0])
+
+    def card(self) -> str:
+        """What the device is called."""
+        name = self.cupy.cuda.runtime.getDeviceProperties(self.index)["name"]
+        version = self.cupy.cuda.runtime.driverGetVersion()
+        return f"{name.decode()}, CUDA {version // 1000}.{version % 1000 // 10}"
+
+    def process_bytes(self, process_id: int) -> int | None:
+        """Device memory of a process by nvidia-smi, None where that shows no processes."""
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        for line in listed.splitlines():
+            pid, used = line.split(",")
+            if int(pid) == process_id and used.split()[0].isdigit():
+                return int(used.split()[0]) * MIB
+        return None
 
 
-def _warm_up(running: Cluster, checkpoint: Path) -> None:
-    load = running.load(checkpoint, 2)
-    running.unload(load.load_id)
-    for rank in load.ranks:
-        running.wait_for_empty(rank.worker_id, 5.0)
+def _machine(device: _Cuda | None) -> str:
+    card = device.card() if device else "no GPU"
+    return f"{card}, {os.cpu_count()} CPUs, kernel {platform.release()}"
 
 
-def _load_and_compare(
-    running: Cluster, checkpoint: Path, tp: int, card: Card, checks: Checks, idle: int
-) -> None:
-    """Load, compare what the device holds slice by slice, and give it back."""
-    load = running.load(checkpoint, tp)
-    what = f"{checkpoint.name} at tp {tp}"
-    checks.that(load.state == types_pb2.LOAD_STATE_SUCCEEDED, f"{what}: loaded {load.failure}")
-    listed = running.call(lambda client: client.list_tensors(load.load_id, include_sha256=True))
-    expected = expected_slices(checkpoint, tp)
-    same = all(
-        {tensor.name: tensor.sha256 for tensor in listed[rank]}
-        == {name: piece.sha256 for name, piece in expected[rank].items()}
-        for rank in range(tp)
-    )
-    count = sum(len(tensors) for tensors in listed.values())
-    checks.that(same, f"{what}: {count} slices on the device have the bytes of the file")
-    if card.is_there:
-        grown = card.used_bytes() - idle
-        checks.that(grown >= load.resident_bytes, f"{what}: the card holds {grown >> 20} MiB more")
-    print(f"       transport {load.ranks[0].transport}", flush=True)
-    _unload(running, load, what, card, checks, idle)
-
-
-def _unload(
-    running: Cluster, load: types_pb2.Load, what: str, card: Card, checks: Checks, idle: int
-) -> None:
-    running.unload(load.load_id)
-    for rank in load.ranks:
-        running.wait_for_empty(rank.worker_id, 5.0)
-    if card.is_there:
-        left = card.used_bytes() - idle
-        checks.that(left < CONTEXT_SLACK_BYTES, f"{what}: given back, {left >> 20} MiB are left")
-
-
-def _time_large(
-    running: Cluster, checkpoint: Path, card: Card, checks: Checks, idle: int
-) -> list[float]:
-    """Load the large checkpoint several times; compare the bytes of the first."""
-    _load_and_compare(running, checkpoint, 1, card, checks, idle)
-    times = []
-    for _ in range(ROUNDS):
-        load = running.load(checkpoint, 1, wait_for_workers_seconds=5.0)
-        checks.that(load.state == types_pb2.LOAD_STATE_SUCCEEDED, "large: loaded again")
-        times.append(load.total_duration.ToNanoseconds() / 1e9)
-        transfer = load.transfer_duration.ToNanoseconds() / 1e9
-        print(f"       {times[-1]:.2f} s, {transfer:.2f} s of it the transfer", flush=True)
-        _unload(running, load, "large", card, checks, idle)
-    return times
-
-
-def _kill_in_the_middle(
-    running: Cluster, checkpoint: Path, device: str, card: Card, checks: Checks
-) -> None:
-    """A worker that is killed takes its share of the card along, and nothing of the other's stays."""
-    before = card.used_bytes()
-
-    def half_way() -> types_pb2.Load | None:
-        (load, *_) = running.call(lambda client: client.list_loads())
-        landed = load.ranks and all(0 < rank.done_bytes < rank.total_bytes for rank in load.ranks)
-        return load if landed else None
-
-    running.call(lambda client: client.load(str(checkpoint), 2, wait_for_workers_seconds=5.0))
-    load = wait_for(half_way)
-    running.workers["w1"].kill()
-    started = time.monotonic()
-    ended = running.call(lambda client: _end_of(client, load.load_id))
-    seconds = time.monotonic() - started
-    checks.that(ended.failure.reason == "WORKER_LOST", f"killed: {ended.failure.message}")
-    checks.that(seconds < 2.0, f"killed: the load ended {seconds:.2f} s later")
-    running.wait_for_empty("w0", 5.0)
-    if card.is_there:
-        # The driver takes a moment to clear a dead process's context away.
-        with contextlib.suppress(TimeoutError):
-            wait_for(lambda: card.used_bytes() < before or None, 10.0)
-        checks.that(card.used_bytes() < before, "killed: the card's memory is back")
-    running.start_worker("w1", f"--device={device}")
-    running.wait_for_workers(2)
-
-
-async def _end_of(client: object, load_id: str) -> types_pb2.Load:
-    return [load async for load in client.watch(load_id)][-1]  # type: ignore[attr-defined]
-
-
-def _others(folder: Path, nbytes: int, card: Card) -> list[tuple[str, str]]:
-    """Time what the machine and others do with the same bytes."""
-    source = np.ones(COPY_BYTES, np.uint8)
-    target = np.empty_like(source)
-    rows = [("memcpy, 1 thread", _rate(COPY_BYTES, _best(lambda: np.copyto(target, source))))]
-    if card.is_there:
-        rows += [
-            ("pinned host memory to device", _rate(COPY_BYTES, card.pinned_copy_seconds())),
-            ("ordinary host memory to device", _rate(COPY_BYTES, card.pageable_copy_seconds())),
-            ("safetensors to cuda:0, no check", _rate(nbytes, _safetensors_seconds(folder))),
-        ]
-    return rows
-
-
-def _safetensors_seconds(folder: Path) -> float:
-    """Time `safetensors.torch.load_file` of all shards in a process of its own, second of two."""
-    script = (
-        "import sys, time, torch\nfrom safetensors.torch import load_file\n"
-        "torch.zeros(1, device='cuda')\n"
-        "for _ in range(2):\n"
-        "    start = time.perf_counter()\n"
-        "    parts = [load_file(name, device='cuda:0') for name in sys.argv[1:]]\n"
-        "    torch.cuda.synchronize()\n"
-        "    seconds = time.perf_counter() - start\n"
-        "    del parts\n"
-        "    torch.cuda.empty_cache()\n"
-        "print(seconds)\n"
-    )
-    files = sorted(map(str, folder.glob("*.safetensors")))
+def _run_contract(report: Report, device: str) -> None:
+    name = "TestCupyDevice" if device.startswith("cuda") else "TestNumpyDevice"
+    tests = ROOT / "tests" / "contract" / "test_device.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{tests}::{name}"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *files], stdout=subprocess.PIPE, text=True, check=True
+        [*command, "-W", "default"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return float(done.stdout)
+    last = done.stdout.strip().splitlines()[-1:]
+    if done.returncode:
+        print(done.stdout, done.stderr)
+    report.check(done.returncode == 0 and "skipped" not in str(last), f"device contract: {last}")
 
 
-def _best(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(5):
+class _Run:
+    """Loads of one run of this script."""
+
+    def __init__(
+        self, report: Report, options: argparse.Namespace, device: _Cuda | None, logs: Path
+    ) -> None:
+        self._report = report
+        self._options = options
+        self._device = device
+        self._logs = logs
+        self.large = Checkpoint(options.folder / f"llama-{options.layers}", {})
+
+    @contextmanager
+    def _cluster(self, name: str, workers: int) -> Iterator[Cluster]:
+        logs = self._logs / name
+        logs.mkdir(parents=True, exist_ok=True)
+        device = f"--device={self._options.device}"
+        with cluster(self._options.folder, logs, workers, worker=[device]) as running:
+            yield running
+
+    def load_small_ones(self) -> None:
+        """Every dtype whole, and a model with padding rows and shared heads cut in two."""
+        dtypes, model = self._options.folder / "dtypes", self._options.folder / "tiny"
+        write_file(dtypes / "model.safetensors", tensors_of_every_dtype())
+        if not model.exists():
+            save_model(model, ModelOptions(kv_heads=1, tied=True))
+        with self._cluster("small", workers=2) as running:
+            for folder, tp in ((dtypes, 1), (model, 1), (model, 2)):
+                checkpoint = Checkpoint(folder, {tp: _expected(folder, tp)})
+                load = self._load(running, folder, tp)
+                self._compare(running, load, checkpoint, tp)
+                running.unload(load.load_id)
+
+    def load_large_one(self) -> None:
+        """Check, then measure: first load of the processes, repeats, one from the disk."""
+        folder = self.large.folder
+        write_checkpoint(folder, self._options.layers)
+        for tp in (1, 2):
+            self.large.expected[tp] = _expected(folder, tp)
+        for tp in (1, 2):
+            _read_all(folder)
+            with self._cluster(f"large-tp{tp}", workers=tp) as running:
+                idle = self._device.free_bytes() if self._device else 0
+                first = self._load(running, folder, tp)
+                self._compare(running, first, self.large, tp)
+                running.unload(first.load_id)
+                if self._device:
+                    kept = idle - self._device.free_bytes()
+                    print(f"     large tp={tp}: {kept} bytes stay in use after the first unload")
+                self._measure(f"tp={tp}, first load of its processes", [first])
+                self._check_memory(running, tp)
+                self._measure_repeats(running, tp)
+
+    def kill_a_worker(self) -> None:
+        """The load ends at once, and neither rank's memory stays."""
+        with self._cluster("killed", workers=2) as running:
+            before = self._device.free_bytes() if self._device else 0
+            running.call(lambda client: client.load(str(self.large.folder), 2))
+            wait_for(lambda: self._half_landed(running) or None)
+            running.workers["w1"].kill()
+            start = time.monotonic()
+            load = wait_for(lambda: self._failed(running))
+            seconds = time.monotonic() - start
+            self._report.check(
+                load.failure.reason == "WORKER_LOST" and seconds < 2,
+                f"killed worker: the load ended {seconds:.2f} s later, {load.failure.message}",
+            )
+            running.wait_for_empty("w0", 5.0)
+            if self._device:
+                self._check_given_back(self._device, before)
+
+    def _check_given_back(self, device: _Cuda, before: int) -> None:
+        # The dead worker's context goes too, so there is more than before, once the driver has done it.
+        with suppress(TimeoutError):
+            wait_for(lambda: device.free_bytes() > before or None, 10.0)
+        more = device.free_bytes() - before
+        self._report.check(more > 0, f"killed worker: {more} bytes more are free than before")
+
+    def _half_landed(self, running: Cluster) -> bool:
+        (load,) = running.call(lambda client: client.list_loads())
+        return bool(load.ranks) and all(
+            0 < rank.done_bytes < rank.total_bytes for rank in load.ranks
+        )
+
+    def _failed(self, running: Cluster) -> types_pb2.Load | None:
+        (load,) = running.call(lambda client: client.list_loads())
+        return load if load.state == types_pb2.LOAD_STATE_FAILED else None
+
+    def _measure_repeats(self, running: Cluster, tp: int) -> None:
+        folder = self.large.folder
+        loads = []
+        for _ in range(self._options.rounds):
+            loads.append(self._load(running, folder, tp))
+            running.unload(loads[-1].load_id)
+        self._measure(f"tp={tp}, repeated", loads)
+        if tp == 1:
+            _drop_from_page_cache(folder)
+            cold = self._load(running, folder, tp)
+            self._measure("tp=1, file not in the page cache", [cold])
+            running.unload(cold.load_id)
+
+    def _measure(self, what: str, loads: list[types_pb2.Load]) -> None:
+        total = statistics.median(load.total_duration.ToNanoseconds() / 1e9 for load in loads)
+        note = (
+            f"{loads[0].resident_bytes / 1e9:.2f} GB resident, {total:.2f} s from request to "
+            f"committed, lanes {loads[0].ranks[0].transport}"
+        )
+        seconds = [load.transfer_duration.ToNanoseconds() / 1e9 for load in loads]
+        self._report.measure(f"loader-service {what}", loads[0].wire_bytes, seconds, note)
+
+    def _load(self, running: Cluster, folder: Path, tp: int) -> types_pb2.Load:
+        async def work(client: AsyncLoaderClient) -> types_pb2.Load:
+            async with asyncio.timeout(LOAD_SECONDS):
+                started = await client.load(str(folder), tp)
+                return [load async for load in client.watch(started.load_id)][-1]
+
+        try:
+            load = running.call(work)
+        except TimeoutError:
+            print(running.log("coordinator")[-4000:], running.log("w0")[-4000:])
+            raise
+        if load.state != types_pb2.LOAD_STATE_SUCCEEDED:
+            raise RuntimeError(f"{folder.name} at tp={tp}: {load.failure}")
+        return load
+
+    def _compare(
+        self, running: Cluster, load: types_pb2.Load, checkpoint: Checkpoint, tp: int
+    ) -> None:
+        held = running.call(lambda client: client.list_tensors(load.load_id, include_sha256=True))
+        wrong = []
+        for rank, expected in enumerate(checkpoint.expected[tp]):
+            found = {tensor.name: _facts(tensor, tensor.sha256) for tensor in held[rank]}
+            wrong += [name for name in found | expected if found.get(name) != expected.get(name)]
+        count = sum(len(tensors) for tensors in held.values())
+        self._report.check(
+            not wrong and count > 0,
+            f"{checkpoint.folder.name} tp={tp}: SHA-256 of {count} tensors from the device"
+            + (f", wrong: {wrong[:5]}" if wrong else ""),
+        )
+
+    def _check_memory(self, running: Cluster, tp: int) -> None:
+        """Compare what the worker counts, what the device says and what is resident."""
+        for number in range(tp):
+            running.wait_for_empty(f"w{number}", 10)
+        before = self._readings(running)
+        load = self._load(running, self.large.folder, tp)
+        counted = sum(self._counted(running, f"w{number}") for number in range(tp))
+        held = self._readings(running)
+        running.unload(load.load_id)
+        after = self._readings(running)
+        resident = load.resident_bytes
+        what = f"large tp={tp}: {resident} bytes resident, {counted} counted by the workers"
+        self._report.check(resident <= counted <= resident + SLACK_BYTES, what)
+        if not before:
+            print("     device memory by CUDA and nvidia-smi: skipped, no GPU")
+        for source, start in before.items():
+            grown, left = held[source] - start, after[source] - start
+            what = f"large tp={tp}: {source}: {grown} bytes more while loaded, {left} after unload"
+            self._report.check(
+                abs(grown - counted) <= SLACK_BYTES and abs(left) <= SLACK_BYTES, what
+            )
+
+    def _readings(self, running: Cluster) -> dict[str, int]:
+        """Used device bytes by who says so."""
+        if self._device is None:
+            return {}
+        readings = {"cudaMemGetInfo": -self._device.free_bytes()}
+        used = [self._device.process_bytes(worker.pid) for worker in running.workers.values()]
+        if None in used:
+            print("     nvidia-smi: skipped, it does not list the workers here")
+        else:
+            readings["nvidia-smi"] = sum(nbytes for nbytes in used if nbytes is not None)
+        return readings
+
+    def _counted(self, running: Cluster, worker_id: str) -> int:
+        """The bytes that a worker says are handed out, once a heartbeat since the commit has told."""
+
+        def committed() -> int | None:
+            memory = running.memory(worker_id)
+            return memory.allocated_bytes if memory.resident_bytes else None
+
+        return wait_for(committed)
+
+
+def _facts(tensor: types_pb2.TensorSlice | ExpectedSlice, sha256: str) -> tuple[Any, ...]:
+    return (tensor.dtype, tuple(tensor.shape), tensor.padding_rows, tuple(tensor.aliases), sha256)
+
+
+def _expected(folder: Path, tp: int) -> list[dict[str, tuple[Any, ...]]]:
+    """Hash what each rank must hold, cut from the file by the independent cutter."""
+    ranks = []
+    with ThreadPoolExecutor() as threads:
+        for tensors in expected_slices(folder, tp):
+            digests = threads.map(lambda piece: hashlib.sha256(piece.data), tensors.values())
+            ranks.append(
+                {
+                    name: _facts(piece, sha256.hexdigest())
+                    for (name, piece), sha256 in zip(tensors.items(), digests, strict=True)
+                }
+            )
+    return ranks
+
+
+# ---------------------------------------------------------------- beside it
+
+
+def _measure_baselines(report: Report, folder: Path, device: _Cuda | None, rounds: int) -> None:
+    source = np.ones(GIB, np.uint8)
+    target = np.ones(GIB, np.uint8)
+    report.measure(
+        "memcpy on the host, 1 thread", GIB, _timed(lambda: np.copyto(target, source), rounds)
+    )
+    if device is None:
+        report.skip("everything on the device", "no GPU")
+    else:
+        _measure_copies(report, device, source, rounds)
+        _measure_safetensors(report, folder, device, rounds)
+    for name, options in (
+        ("ucx_perftest, error handling off", ()),
+        ("ucx_perftest, error handling on", ("-e",)),
+    ):
+        memory = ("-m", "host,cuda" if device else "host,host")
+        try:
+            seconds = [1 / perftest(PERFTEST_BYTES, *memory, *options) for _ in range(rounds)]
+        except (StopIteration, OSError, subprocess.SubprocessError, ValueError) as error:
+            report.skip(name, str(error))
+        else:
+            report.measure(name, 10**9, seconds, f"tag_bw, 32 MiB, {memory[1]}")
+
+
+def _measure_copies(
+    report: Report, device: _Cuda, pageable: np.ndarray[Any, Any], rounds: int
+) -> None:
+    cuda = device.cupy.cuda
+    pinned = np.frombuffer(cuda.alloc_pinned_memory(GIB), np.uint8, GIB)
+    pinned[:] = 1
+    memory = cuda.runtime.malloc(GIB)
+    for name, host in (("pinned", pinned), ("pageable", pageable)):
+
+        def copy(address: int = host.ctypes.data) -> None:
+            cuda.runtime.memcpy(memory, address, GIB, cuda.runtime.memcpyHostToDevice)
+            cuda.runtime.deviceSynchronize()
+
+        report.measure(f"cudaMemcpy, {name} host to device", GIB, _timed(copy, rounds))
+    cuda.runtime.free(memory)
+
+
+def _measure_safetensors(report: Report, folder: Path, device: _Cuda, rounds: int) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+
+    def load() -> None:
+        held = [load_file(file, device=device.name) for file in files]
+        torch.cuda.synchronize()
+        del held
+
+    _read_all(folder)
+    seconds = _timed(load, rounds)
+    torch.cuda.empty_cache()
+    report.measure(
+        "safetensors load_file", sum(file.stat().st_size for file in files), seconds, "no hashing"
+    )
+
+
+def _timed(work: Callable[[], object], rounds: int) -> list[float]:
+    work()
+    seconds = []
+    for _ in range(rounds):
         start = time.perf_counter()
         work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f}"
+def _read_all(folder: Path) -> None:
+    """Bring the files into the page cache."""
+    buffer = bytearray(16 * MIB)
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _drop_from_page_cache(folder: Path) -> None:
+    os.sync()
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

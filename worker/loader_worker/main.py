@@ -107,7 +107,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--advertise", default="", metavar="HOST:PORT", help="address given to others"
     )
     parser.add_argument(
-        "--device", default="numpy", help="numpy (host memory, default) or cuda[:N]"
+        "--device",
+        default="numpy",
+        help="numpy (host memory) or cuda:N; with several GPUs rather give each worker one of its "
+        "own by CUDA_VISIBLE_DEVICES, and cuda:0",
     )
     parser.add_argument(
         "--memory-limit",
