@@ -72,8 +72,7 @@ def _explain_tls(
                     dialled=expected,
                     names=",".join(names),
                 )
-            # With TLS 1.3 a server refuses a client's certificate only after the handshake.
-            secured.recv(1)
+            return _explain_silence(secured)
     except ssl.SSLCertVerificationError as error:
         return Unauthenticated(
             f"the server's certificate is not accepted: {error.verify_message}",
@@ -81,7 +80,21 @@ def _explain_tls(
         )
     except ssl.SSLError as error:
         return _explain_refusal(error)
-    return None
+
+
+def _explain_silence(secured: ssl.SSLSocket) -> LoaderError | None:
+    """Look whether the server hangs up: with TLS 1.3 it refuses a client after the handshake.
+
+    One that has accepted the client speaks first, as HTTP/2 demands.
+    """
+    try:
+        if secured.recv(1):
+            return None
+    except TimeoutError:
+        return None
+    except ConnectionError:
+        pass
+    return _client_refused("the connection was closed after the handshake")
 
 
 def _explain_refusal(error: ssl.SSLError) -> LoaderError:
@@ -90,8 +103,12 @@ def _explain_refusal(error: ssl.SSLError) -> LoaderError:
         return Unauthenticated(
             "the server does not speak TLS; leave the TLS options out", reason="TLS_NOT_SPOKEN"
         )
+    return _client_refused(what)
+
+
+def _client_refused(how: str) -> LoaderError:
     return Unauthenticated(
-        f"the server refuses this client's TLS: {what}; it may want a client certificate "
+        f"the server refuses this client's TLS: {how}; it may want a client certificate "
         "(--tls-cert, --tls-key) of an authority that it knows",
         reason="TLS_CLIENT_REFUSED",
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from loader_service.channel import ChannelSecurity
 from loader_service.client import AsyncLoaderClient
 from loader_service.errors import LoaderError
 from loader_service.v1 import types_pb2
@@ -40,6 +41,8 @@ class Cluster:
         self._environment = {**os.environ, **(environment or {})}
         self.coordinator: subprocess.Popen[str] | None = None
         self.endpoint = ""
+        self.security = ChannelSecurity()
+        """How `call` and `load` show who they are."""
 
     def start_coordinator(self, *arguments: str) -> None:
         """Start the coordinator with a lease of 3 s."""
@@ -73,7 +76,7 @@ class Cluster:
         """Run `work` with a client."""
 
         async def connected() -> _Result:
-            async with AsyncLoaderClient(self.endpoint, timeout_seconds=30.0) as client:
+            async with AsyncLoaderClient(self.endpoint, 30.0, self.security) as client:
                 return await work(client)
 
         return asyncio.run(connected())

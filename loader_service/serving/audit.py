@@ -43,6 +43,7 @@ class AuditLog:
         code: grpc.StatusCode,
         reason: str,
         request: Any,
+        response: Any,
     ) -> None:
         """Record a call; a log that cannot be written is reported, and the call goes on."""
         entry: dict[str, Any] = {
@@ -59,6 +60,9 @@ class AuditLog:
             value = getattr(request, field, None)
             if value:
                 entry[field] = value if isinstance(value, str | int) else list(value)
+        # A load gets its name from the answer.
+        if load := getattr(response, "load", None):
+            entry["load_id"] = load.load_id
         line = json.dumps(entry)
         if self._path is None:
             _log.info("%s", line)

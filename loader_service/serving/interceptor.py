@@ -107,7 +107,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     await self._admit(call)
                     # gRPC itself cancels a call whose own deadline has passed.
                     async with asyncio.timeout(MOST_SECONDS):
-                        return await behavior(request, context)
+                        call.response = await behavior(request, context)
+                return call.response
             except Exception as error:  # noqa: BLE001 - the boundary of a call
                 await _abort(context, error)
 
@@ -187,6 +188,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     code=code,
                     reason=reason,
                     request=call.request,
+                    response=call.response,
                 )
 
 
@@ -197,6 +199,7 @@ class _Call:
         self.method = method
         self.kind = kind
         self.request = request
+        self.response: Any = None
         self.context = context
         self.metadata = dict(context.invocation_metadata() or ())
         given = str(self.metadata.get(REQUEST_ID_KEY, ""))

@@ -565,6 +565,20 @@ async def test_a_wrong_token_is_shown_out_and_the_right_one_still_works(
     assert cluster.sender.verified == (True,)
 
 
+async def test_the_token_of_one_rank_opens_no_other(tmp_path: Path, cluster: Cluster) -> None:
+    """Tokens are bound to load and rank: each belongs to the one session that made it."""
+    await cluster.prepare(write_plan(tmp_path, one_large(3), 2))
+    first, second = (rank.endpoint for rank in cluster.ranks)
+    stranger = await cluster.transport.connect(second.host, second.port, 1.0)
+    with pytest.raises(PeerLostError):
+        await greet(stranger, wire.encode_hello(first.token))
+    await cluster.run()
+    assert cluster.sender.verified == (True, True)
+    # Used once, it has nowhere to be shown again.
+    with pytest.raises(PeerLostError):
+        await cluster.transport.connect(first.host, first.port, 1.0)
+
+
 async def test_a_stranger_that_says_nothing_or_nonsense_keeps_nobody_out(
     tmp_path: Path, cluster: Cluster
 ) -> None:
