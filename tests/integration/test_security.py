@@ -247,12 +247,13 @@ def test_files_of_tls_that_do_not_fit_are_refused_at_the_start(
     cert, _ = authority.issue("one", "127.0.0.1")
     _, key = authority.issue("two", "127.0.0.1")
 
-    async def start(**files: str) -> None:
-        await Server([], ServingOptions(access_file=access, **files)).start("127.0.0.1:0")
+    async def start(cert: str, key: str) -> None:
+        serving = ServingOptions(access_file=access, tls_cert=cert, tls_key=key)
+        await Server([], serving).start("127.0.0.1:0")
 
-    for files in ({"tls_cert": cert, "tls_key": key}, {"tls_cert": "none", "tls_key": key}):
+    for pair in ((cert, key), ("none", key)):
         with pytest.raises(InvalidRequest) as caught:
-            asyncio.run(start(**files))
+            asyncio.run(start(*pair))
         assert caught.value.reason == "TLS_FILES_INVALID"
 
 
@@ -348,7 +349,7 @@ async def code_of(
     channel: grpc.aio.Channel, service: str, method: str, metadata: Any
 ) -> grpc.StatusCode:
     """Call a method with an empty message, whatever its kind."""
-    call = channel.stream_stream(f"/{service}/{method}")
+    call: Any = channel.stream_stream(f"/{service}/{method}")
     try:
         async for _ in call(iter([b""]), metadata=metadata, timeout=1):
             return grpc.StatusCode.OK
@@ -429,7 +430,8 @@ async def test_health_is_open_and_reflection_is_not(tokens: ControlPlane) -> Non
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with grpc.aio.insecure_channel(tokens.address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflected_services(channel)
@@ -437,7 +439,7 @@ async def test_health_is_open_and_reflection_is_not(tokens: ControlPlane) -> Non
 
 
 async def reflected_services(channel: grpc.aio.Channel) -> set[str]:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async for answer in stub.ServerReflectionInfo(iter([request])):
         return {service.name for service in answer.list_services_response.service}
@@ -530,10 +532,12 @@ async def test_no_path_leaves_the_model_root(tmp_path: Path, path: str) -> None:
         control_plane(root, workers=["w0"]) as plane,
         AsyncLoaderClient(plane.address) as client,
     ):
-        for look in (client.inspect, client.plan):
-            with pytest.raises(LoaderError) as caught:
-                await look(path)
-            assert caught.value.reason in {"PATH_OUTSIDE_ROOT", "CHECKPOINT_NOT_FOUND"}
+        with pytest.raises(LoaderError) as planned:
+            await client.plan(path)
+        with pytest.raises(LoaderError) as caught:
+            await client.inspect(path)
+        assert planned.value.reason == caught.value.reason
+        assert caught.value.reason in {"PATH_OUTSIDE_ROOT", "CHECKPOINT_NOT_FOUND"}
         if "%" not in path and not path.startswith(("a", "~", "file")) and "\0" not in path:
             assert isinstance(caught.value, PathOutsideRoot)
         load = await client.load(path)
@@ -575,7 +579,8 @@ async def test_a_message_over_the_limit_is_refused(tmp_path: Path) -> None:
 async def test_headers_and_tensors_over_the_limits_are_refused(tmp_path: Path) -> None:
     tensors = [random_tensor(f"t{number}", "U8", (1,)) for number in range(20)]
     write_file(tmp_path / "model.safetensors", tensors)
-    for limit in ({"max_header_bytes": 100}, {"max_tensors": 19}):
+    limits: tuple[dict[str, Any], ...] = ({"max_header_bytes": 100}, {"max_tensors": 19})
+    for limit in limits:
         async with (
             control_plane(tmp_path, **limit) as plane,
             AsyncLoaderClient(plane.address) as client,

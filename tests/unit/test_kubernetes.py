@@ -6,6 +6,7 @@ import http.server
 import json
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 
 from loader_service.errors import Unauthenticated
-from loader_service.serving import kubernetes
 from loader_service.serving.access import Access
 from loader_service.serving.kubernetes import TokenReviewer
 from tests.certificates import Authority, identity, write_access
@@ -117,8 +117,8 @@ async def test_an_answer_counts_for_a_minute(
         assert await reviewer.review("good") == "ml:loader-worker"
         assert await reviewer.review("bad") == ""
     assert len(api.reviews) == 2
-    now = kubernetes.time.monotonic()
-    monkeypatch.setattr(kubernetes.time, "monotonic", lambda: now + 61)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     del api.answers["good"]
     assert await reviewer.review("good") == ""
 
