@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from loader_service.errors import InvalidRequest
 
-__all__ = ["is_wildcard", "join", "local_address_towards", "parse_ports", "split"]
+__all__ = ["is_loopback", "is_wildcard", "join", "local_address_towards", "parse_ports", "split"]
 
 
 def split(address: str) -> tuple[str, int]:
@@ -48,6 +49,14 @@ def parse_ports(text: str) -> range | None:
 def is_wildcard(host: str) -> bool:
     """Say whether a host means every local address, which nobody else can connect to."""
     return host in ("", "0.0.0.0", "::", "*")
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a host can only be reached from the same machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def local_address_towards(host: str, port: int) -> str:

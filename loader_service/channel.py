@@ -7,17 +7,15 @@ install.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import ipaddress
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from loader_service import addresses, errors, tls_diagnosis
+from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import InternalError, InvalidRequest, LoaderError
 from loader_service.v1 import types_pb2
 
@@ -25,10 +23,8 @@ __all__ = [
     "FAILURE_KEY",
     "REQUEST_ID_KEY",
     "AsyncEndpoint",
-    "ChannelSecurity",
     "SyncEndpoint",
     "from_rpc_error",
-    "is_loopback",
 ]
 
 FAILURE_KEY = "loader-failure-bin"
@@ -65,90 +61,6 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelSecurity:
-    """How a caller checks whom it calls and shows who it is itself. All files are PEM.
-
-    Changed files count from the next call on.
-
-    Attributes:
-        tls: use TLS even without a file below, trusting the machine's authorities.
-        ca_cert: authorities that sign servers' certificates.
-        cert: certificate chain that the caller shows (mTLS).
-        key: private key of `cert`.
-        server_name: name expected in the server's certificate instead of the dialled host; for tests
-            and tunnels.
-        token_file: file with a bearer token.
-    """
-
-    tls: bool = False
-    ca_cert: str = ""
-    cert: str = ""
-    key: str = ""
-    server_name: str = ""
-    token_file: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse a certificate without its key and the other way round."""
-        if bool(self.cert) != bool(self.key):
-            raise InvalidRequest("a certificate and its key go together", field="tls_key")
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether the channel is encrypted."""
-        return self.tls or bool(self.ca_cert or self.cert)
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files.
-
-        Raises:
-            InvalidRequest: FILE_UNREADABLE.
-        """
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca_cert),
-            private_key=_read(self.key),
-            certificate_chain=_read(self.cert),
-        )
-
-    def stamp(self) -> tuple[int, ...]:
-        """Return a value that changes with the certificate files."""
-        stamps = []
-        for name in filter(None, (self.ca_cert, self.cert, self.key)):
-            try:
-                stamps.append(Path(name).stat().st_mtime_ns)
-            except OSError:
-                stamps.append(0)
-        return tuple(stamps)
-
-    def token(self) -> str:
-        """Read the bearer token; empty without a file.
-
-        Raises:
-            InvalidRequest: FILE_UNREADABLE.
-        """
-        text = _read(self.token_file)
-        return text.decode("ascii", "replace").strip() if text else ""
-
-
-def _read(name: str) -> bytes | None:
-    if not name:
-        return None
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise InvalidRequest(
-            f"{name} cannot be read: {error.strerror}", reason="FILE_UNREADABLE", file=name
-        ) from error
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether a host can only be reached from the same machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class _Endpoint:
     """One server as its callers see it: a channel that is opened anew when certificates change."""
 
@@ -165,7 +77,7 @@ class _Endpoint:
                 the clear.
         """
         host, _ = addresses.split(address)
-        if security.token_file and not security.uses_tls and not is_loopback(host):
+        if security.token_file and not security.uses_tls and not addresses.is_loopback(host):
             raise InvalidRequest(
                 f"a token is sent to {host} over TLS only; give a CA certificate too",
                 reason="TOKEN_NEEDS_TLS",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loader_service import addresses
+from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import LoaderError, Unauthenticated
-
-if TYPE_CHECKING:
-    from loader_service.channel import ChannelSecurity
 
 __all__ = ["explain"]
 

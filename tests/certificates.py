@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from loader_service.channel import ChannelSecurity
+from loader_service.channel_security import ChannelSecurity
 from loader_service.serving.options import ServingOptions
 
 ROLES = ("viewer", "operator", "admin", "worker", "coordinator")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from loader_service.channel import ChannelSecurity
+from loader_service.channel_security import ChannelSecurity
 from loader_service.client import AsyncLoaderClient
 from loader_service.errors import LoaderError
 from loader_service.v1 import types_pb2

@@ -6,21 +6,20 @@ A verb is a function whose first argument is a `Session` (or, for verbs that cal
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from loader_service.cli.connection import SETTINGS, Kind, Setting
+from loader_service.cli.invocation import Invocation
 from loader_service.cli.output import Format
 
 __all__ = [
     "Group",
-    "Invocation",
     "LoadId",
     "Path",
     "RequestId",
@@ -42,23 +41,6 @@ RequestId = Annotated[
         metavar="ID", help="Repeating a request with the same id does it once.", show_default=False
     ),
 ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Invocation:
-    """One call of `loaderctl`.
-
-    Attributes:
-        flags: connection options as given, before or after the verb, by setting key.
-        output: how to print data.
-        quiet: print data and errors only.
-        verbose: also print whom is called, and all facts of an error.
-    """
-
-    flags: Mapping[str, str | bool]
-    output: Format
-    quiet: bool
-    verbose: bool
 
 
 def new_app(help_text: str, *, example: str = "", cls: type[Group] | None = None) -> typer.Typer:

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import typer
 
-from loader_service.channel import ChannelSecurity
+from loader_service.channel_security import ChannelSecurity
 from loader_service.cli import connection, documents
 from loader_service.cli.connection import ConnectionSettings, SettingsError
 from loader_service.cli.contexts import read_contexts
 from loader_service.cli.hints import hint
-from loader_service.cli.options import Invocation
+from loader_service.cli.invocation import Invocation
 from loader_service.cli.output import Format, View, complain, show
 from loader_service.client import AsyncLoaderClient
 from loader_service.errors import InvalidRequest, LoaderError

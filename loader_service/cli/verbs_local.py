@@ -12,7 +12,8 @@ from typer import completion as typer_completion
 from loader_service.cli import connection, documents
 from loader_service.cli.connection import SETTINGS, SettingsError
 from loader_service.cli.contexts import read_contexts, use_context
-from loader_service.cli.options import Invocation, local_verb, new_app
+from loader_service.cli.invocation import Invocation
+from loader_service.cli.options import local_verb, new_app
 from loader_service.cli.output import (
     CONTEXTS,
     SETTINGS_VIEW,

@@ -12,7 +12,7 @@ with LoaderClient("coordinator:50051") as client:
 
 from __future__ import annotations
 
-from loader_service.channel import ChannelSecurity
+from loader_service.channel_security import ChannelSecurity
 from loader_service.client._async import AsyncLoaderClient
 from loader_service.client._sync import LoaderClient
 

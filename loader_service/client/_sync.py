@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 
-from loader_service.channel import ChannelSecurity, SyncEndpoint
+from loader_service.channel import SyncEndpoint
+from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import ServiceUnavailable, WorkerNotFound
 from loader_service.v1 import (
     coordinator_pb2,

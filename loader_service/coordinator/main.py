@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from loader_service import addresses
-from loader_service.channel import ChannelSecurity
+from loader_service.channel_security import ChannelSecurity
 from loader_service.checkpoint.files import DEFAULT_MAX_HEADER_BYTES, DEFAULT_MAX_TENSORS
 from loader_service.clock import SystemClock
 from loader_service.coordinator.coordinator import Coordinator

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from loader_service.channel import AsyncEndpoint, ChannelSecurity
+from loader_service.channel import AsyncEndpoint
+from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import (
     AccessDenied,
     DeadlineExceeded,

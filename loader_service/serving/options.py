@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from loader_service import addresses
-from loader_service.channel import ChannelSecurity, is_loopback
+from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import InvalidRequest
 
 __all__ = ["ServingOptions", "add_serving_arguments", "channel_security", "serving_options"]
@@ -66,7 +66,7 @@ class ServingOptions:
             InvalidRequest: INSECURE_LISTEN.
         """
         host, _ = addresses.split(listen)
-        if self.is_secure or self.insecure or is_loopback(host):
+        if self.is_secure or self.insecure or addresses.is_loopback(host):
             return
         raise InvalidRequest(
             f"{listen} can be reached from other machines: give --tls-cert, --tls-key and --access, "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loader_service import demo
-from loader_service.channel import ChannelSecurity
+from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import Unauthenticated
 from loader_service.v1 import types_pb2
 from tests.certificates import Authority, identity, write_access

@@ -20,6 +20,7 @@ __all__ = [
     "decoder_layout",
     "feed_forward_down",
     "gated_feed_forward",
+    "head_norms",
     "norms",
     "separate_attention",
 ]
@@ -146,3 +147,9 @@ def norms(*names: str) -> Iterator[tuple[str, Rule]]:
     """Yield the rules of norms over whole rows."""
     for name in names:
         yield f"{name}.weight", Rule("norm", WHOLE, "every rank norms whole rows")
+
+
+def head_norms() -> Iterator[tuple[str, Rule]]:
+    """Yield the rules of norms over single query and key heads."""
+    for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+        yield name, Rule("head_norm", WHOLE, "one head's width, the same for all heads")

@@ -12,10 +12,10 @@ from typing import Any
 
 from loader_service.checkpoint.catalog import TensorCatalog
 from loader_service.plan.architectures.decoder import (
-    WHOLE,
     AttentionHeads,
     decoder_layout,
     gated_feed_forward,
+    head_norms,
     norms,
     separate_attention,
 )
@@ -43,5 +43,4 @@ def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
-    for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-        yield name, Rule("head_norm", WHOLE, "one head's width, the same for all heads")
+    yield from head_norms()

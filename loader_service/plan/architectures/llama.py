@@ -16,6 +16,7 @@ from loader_service.plan.architectures.decoder import (
     AttentionHeads,
     decoder_layout,
     gated_feed_forward,
+    head_norms,
     norms,
     separate_attention,
 )
@@ -33,8 +34,7 @@ def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
     yield from separate_attention(AttentionHeads(config))
     yield from gated_feed_forward()
     yield from norms("input_layernorm", "post_attention_layernorm")
-    for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-        yield name, Rule("head_norm", WHOLE, "one head's width, the same for all heads")
+    yield from head_norms()
     yield (
         "self_attn.rotary_emb.inv_freq",
         Rule("rope_table", WHOLE, "derived from the config, the same for all ranks"),
