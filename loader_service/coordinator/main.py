@@ -33,6 +33,9 @@ __all__ = ["main"]
 
 SERVICE = "loader_service.v1.CoordinatorService"
 
+SWITCH_SECONDS = 0.001
+"""How long a planning thread may keep the interpreter while calls wait for an answer."""
+
 
 async def serve(
     listen: str,
@@ -43,6 +46,7 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = stop_requested()
+    sys.setswitchinterval(SWITCH_SECONDS)
     server = Server([SERVICE], serving)
 
     def connect(worker_id: str, address: str) -> GrpcWorkerClient:

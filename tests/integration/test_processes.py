@@ -8,10 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import loader_kernels
 import loader_service
@@ -152,3 +157,27 @@ def test_ten_thousand_tensors_are_listed(shared_cluster: Cluster, tmp_path: Path
     listed = shared_cluster.call(lambda client: client.list_tensors(load.load_id))
     shared_cluster.unload(load.load_id)
     assert [tensor.name for tensor in listed[0]] == names
+
+
+def test_planning_keeps_nobody_waiting(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """Health answers while the coordinator works on a large checkpoint (H04)."""
+    tensors = [random_tensor(f"{number:06d}", "U8", (1,)) for number in range(30_000)]
+    write_file(tmp_path / "model.safetensors", tensors)
+    waits = []
+
+    async def ask(client: AsyncLoaderClient) -> None:
+        async with grpc.aio.insecure_channel(shared_cluster.endpoint) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest())
+            planning = asyncio.create_task(client.plan(str(tmp_path)))
+            while not planning.done():
+                started = time.monotonic()
+                await health.Check(health_pb2.HealthCheckRequest())
+                waits.append(time.monotonic() - started)
+                await asyncio.sleep(0.02)
+            await planning
+
+    shared_cluster.call(ask)
+    assert len(waits) > 5
+    # Nine of ten: this machine does other things too.
+    assert sorted(waits)[int(len(waits) * 0.9)] < 0.1
