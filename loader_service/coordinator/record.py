@@ -138,6 +138,8 @@ class LoadRecord:
         self._ranks: list[_Rank] = []
         self._revision = 1
         self._changed = asyncio.Event()
+        # Of its own, so that progress does not wake those who only wait for the end.
+        self._answered = asyncio.Event()
 
     def order_key(self) -> str:
         """Return a text that sorts loads newest first."""
@@ -280,8 +282,7 @@ class LoadRecord:
 
     async def wait_until_settled(self) -> None:
         """Return once the request to load has been answered."""
-        while not is_settled(self.state):
-            await self._changed.wait()
+        await self._answered.wait()
 
     def message(self) -> types_pb2.Load:
         """Return the load as clients see it."""
@@ -363,6 +364,7 @@ class LoadRecord:
         self.state = state
         if is_settled(state) and self._settled is None:
             self._settled = now
+            self._answered.set()
         self._touch()
 
     def _touch(self) -> None:
