@@ -1,4 +1,4 @@
-"""Small checkpoints that are cut as a test says, and what every rank must end up with."""
+"""Small checkpoints that are cut as a test says, what every rank must end up with, what it gets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from loader_service.checkpoint.catalog import TensorInfo
 from loader_service.checkpoint.files import read_checkpoint
 from loader_service.plan.cuts import Cut, Even, Fused, Heads, Replicated, Vocab, cut_tensor
+from loader_service.plan.planner import plan_load
 from loader_service.plan.slices import LoadPlan, Slice, StridedRun, TensorPlan
 from tests.checkpoints import BITS, RawTensor, payload_bytes, random_tensor, safetensors_file
+from tests.oracle import ExpectedSlice, apply_runs
 
 FILE = "model.safetensors"
 MAX_TP = 4
@@ -82,6 +84,32 @@ def write_plan(folder: Path, parts: Sequence[Part], tp: int) -> LoadPlan:
     )
 
 
+def plan_folder(folder: Path, tp: int) -> LoadPlan:
+    """Plan the checkpoint in `folder`."""
+    return plan_load(read_checkpoint(str(folder), str(folder)), tp)
+
+
+def payload_of(plan: LoadPlan, tensor: TensorInfo) -> bytes:
+    """A tensor's bytes, from its file."""
+    content = Path(plan.files[tensor.file].path).read_bytes()
+    return content[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+def slices_of(plan: LoadPlan) -> list[dict[str, ExpectedSlice]]:
+    """What every rank would hold if it copied exactly the planned bytes."""
+    ranks: list[dict[str, ExpectedSlice]] = [{} for _ in range(plan.tp)]
+    for tensor in plan.tensors:
+        payload = payload_of(plan, tensor.source)
+        for rank, piece in enumerate(tensor.slices):
+            data = apply_runs(payload, piece.runs, piece.nbytes)
+            assert piece.wire_bytes == sum(run.nbytes for run in piece.runs)
+            assert not any(data[piece.wire_bytes :])
+            ranks[rank][piece.name] = ExpectedSlice(
+                piece.dtype, piece.shape, data, piece.padding_rows, piece.aliases
+            )
+    return ranks
+
+
 def plan_of_many(count: int) -> LoadPlan:
     """A plan of many small tensors with long names, for one rank, made without a file."""
     runs = (StridedRun(0, 64, 0, 64, 64, 1),)
@@ -106,6 +134,10 @@ def random_parts(draw: st.DrawFn, tp: int, max_rows: int = 6) -> list[Part]:
     for number in range(draw(st.integers(1, 6))):
         dtype = draw(st.sampled_from(("U8", "BF16", "F32", "C64")))
         rows, columns = draw(st.integers(0, max_rows)), draw(st.integers(0, 5))
+        query = Heads("q", 0, tp, _HEAD_SIZE, replicable=False)
+        key_value = Heads("kv", 0, 1, _HEAD_SIZE, replicable=True)
+        sizes = (_HEAD_SIZE * tp, _HEAD_SIZE, _HEAD_SIZE)
+        qkv = Fused("qkv", 0, tuple(zip(sizes, (query, key_value, key_value), strict=True)))
         choices: tuple[tuple[Cut, tuple[int, ...]], ...] = (
             (Replicated(), (rows, columns)),
             (Replicated(), ()),
@@ -113,8 +145,9 @@ def random_parts(draw: st.DrawFn, tp: int, max_rows: int = 6) -> list[Part]:
             (Even("row", 1), (rows, columns * tp)),
             (Even("row", 1), (rows, columns * tp, 3)),
             (Vocab(), (rows * 3 + 1, columns)),
-            (Heads("kv", 0, 1, _HEAD_SIZE, replicable=True), (_HEAD_SIZE, columns)),
-            (Heads("q", 0, tp, _HEAD_SIZE, replicable=False), (_HEAD_SIZE * tp, columns)),
+            (key_value, (_HEAD_SIZE, columns)),
+            (query, (_HEAD_SIZE * tp, columns)),
+            (qkv, (sum(sizes), columns)),
         )
         cut, shape = draw(st.sampled_from(choices))
         parts.append(Part(random_tensor(f"t{number}", dtype, shape), cut))

@@ -8,9 +8,11 @@ a new kind of cut is one small class.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from loader_service.checkpoint.catalog import TensorInfo
@@ -31,6 +33,8 @@ __all__ = [
     "divides",
 ]
 
+_Interval = tuple[int, int]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
@@ -41,13 +45,13 @@ class Kept:
         padding: zero elements that follow them.
     """
 
-    intervals: tuple[tuple[int, int], ...]
+    intervals: tuple[_Interval, ...]
     padding: int = 0
 
     @property
     def size(self) -> int:
         """Local elements along the dim, padding included."""
-        return sum(stop - start for start, stop in self.intervals) + self.padding
+        return _size_of(self.intervals) + self.padding
 
 
 class Cut(Protocol):
@@ -185,7 +189,7 @@ class Fused:
 
     def kept(self, size: int, rank: int, tp: int) -> Kept:
         """The rank's part of each matrix, joined again."""
-        intervals: list[tuple[int, int]] = []
+        intervals: list[_Interval] = []
         base = 0
         for part, cut in self.parts:
             intervals += [
@@ -214,10 +218,12 @@ def cut_tensor(
             tp=tp,
         )
     by_rank = [cut.kept(size, rank, tp) for rank in range(tp)]
-    shared = _shared(by_rank)
+    pieces = _common_pieces(by_rank)
+    holders = Counter(piece for kept in by_rank for piece in pieces[kept])
+    shared = {piece for piece, count in holders.items() if count > 1}
     distinct = {
-        kept: _slice(tensor, cut.dim, kept, aliases, _overlap(kept, shared))
-        for kept in dict.fromkeys(by_rank)
+        kept: _slice(tensor, cut.dim, kept, own, _size_of(shared.intersection(own)), aliases)
+        for kept, own in pieces.items()
     }
     return tuple(distinct[kept] for kept in by_rank)
 
@@ -254,38 +260,39 @@ def _size(tensor: TensorInfo, cut: Cut) -> int:
     return tensor.shape[cut.dim]
 
 
-def _shared(by_rank: Sequence[Kept]) -> list[tuple[int, int]]:
-    """Return the intervals that more than one rank keeps, in order and without overlaps."""
-    changes: Counter[int] = Counter()
-    for kept in by_rank:
-        for start, stop in _joined(kept.intervals):
-            changes[start] += 1
-            changes[stop] -= 1
-    shared: list[tuple[int, int]] = []
-    holders = begin = 0
-    for position in sorted(changes):
-        before, holders = holders, holders + changes[position]
-        if before < 2 <= holders:
-            begin = position
-        elif holders < 2 <= before:
-            shared.append((begin, position))
-    return shared
+def _common_pieces(by_rank: Sequence[Kept]) -> dict[Kept, list[_Interval]]:
+    """Return what each rank keeps, in pieces that two ranks share as a whole or not at all.
+
+    A piece may cross from one part of a fused tensor into the next, but not where another rank begins
+    or ends: the reader reads a piece once for all ranks that want just this piece.
+    """
+    joined = {kept: _joined(kept.intervals) for kept in by_rank}
+    edges = sorted({edge for intervals in joined.values() for each in intervals for edge in each})
+    return {
+        kept: [
+            piece
+            for start, stop in intervals
+            for piece in itertools.pairwise(
+                edges[bisect_left(edges, start) : bisect_right(edges, stop)]
+            )
+        ]
+        for kept, intervals in joined.items()
+    }
 
 
-def _overlap(kept: Kept, shared: Sequence[tuple[int, int]]) -> int:
-    """Return how many elements of the dim a rank keeps that lie in `shared`."""
-    return sum(
-        max(0, min(stop, shared_stop) - max(start, shared_start))
-        for start, stop in kept.intervals
-        for shared_start, shared_stop in shared
-    )
+def _size_of(intervals: Iterable[_Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 def _slice(
-    tensor: TensorInfo, dim: int, kept: Kept, aliases: tuple[str, ...], shared_size: int
+    tensor: TensorInfo,
+    dim: int,
+    kept: Kept,
+    intervals: Sequence[_Interval],
+    shared_size: int,
+    aliases: tuple[str, ...],
 ) -> Slice:
     shape = tensor.shape
-    intervals = _joined(kept.intervals)
     if not shape or (intervals == [(0, shape[dim])] and not kept.padding):
         return _whole(tensor, aliases, replicated=shared_size > 0)
     local = (*shape[:dim], kept.size, *shape[dim + 1 :])
@@ -333,9 +340,9 @@ def _whole(tensor: TensorInfo, aliases: tuple[str, ...], *, replicated: bool) ->
     )
 
 
-def _joined(intervals: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+def _joined(intervals: Iterable[_Interval]) -> list[_Interval]:
     """Join intervals that touch, and drop empty ones."""
-    joined: list[tuple[int, int]] = []
+    joined: list[_Interval] = []
     for start, stop in intervals:
         if start == stop:
             continue

@@ -53,7 +53,7 @@ class _Layout:
     rules: Mapping[str, Rule]
     embedding: str | None
     head: str | None
-    tied_by_default: bool = False
+    tied_by_default: bool
 
 
 def plan_load(checkpoint: Checkpoint, tp: int, options: PlanOptions | None = None) -> LoadPlan:
@@ -118,16 +118,16 @@ def _layout(checkpoint: Checkpoint, tp: int, options: PlanOptions) -> _Layout:
             valid_tp="1",
         )
     family = family_of(architecture)
-    if family and config is not None and not quantised:
-        known = family(config, checkpoint.catalog)
-        return _Layout(
-            architecture, known.rules, known.embedding, known.head, known.tied_by_default
-        )
+    known = family(config, checkpoint.catalog) if family and config is not None else None
+    tied_by_default = known is not None and known.tied_by_default
+    if known and not quantised:
+        return _Layout(architecture, known.rules, known.embedding, known.head, tied_by_default)
     if tp > 1 and options.unknown_tensors is UnknownTensorPolicy.REFUSE:
         raise _no_plan(checkpoint)
-    pair = tied.well_known_pair(config, checkpoint.catalog) if config else None
-    name = architecture if quantised and family else UNKNOWN_ARCHITECTURE
-    return _Layout(name, {}, *(pair or (None, None)))
+    name = architecture if known else UNKNOWN_ARCHITECTURE
+    pair = tied.well_known_pair(config, checkpoint.catalog, tied_by_default) if config else None
+    embedding, head = pair or (None, None)
+    return _Layout(name, {}, embedding, head, tied_by_default)
 
 
 def _no_plan(checkpoint: Checkpoint) -> PlanRefused:

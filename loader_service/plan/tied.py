@@ -6,6 +6,9 @@
 | true  | yes          | the same, and the file's head is compared while reading (`VERIFY`) |
 | false | yes          | two tensors                                                       |
 | false | no           | refused: MISSING_TENSOR                                           |
+
+An absent flag is what the family's config class in transformers makes of it; without a family it says
+nothing, and both tensors are loaded as they are.
 """
 
 from __future__ import annotations
@@ -56,15 +59,17 @@ class TiedHead:
 
 
 def well_known_pair(
-    config: Mapping[str, Any], catalog: TensorCatalog
+    config: Mapping[str, Any], catalog: TensorCatalog, tied_by_default: bool
 ) -> tuple[str, str | None] | None:
-    """Return (embedding, head) of a checkpoint without a plan, None where nothing can be said.
+    """Return (embedding, head) of a checkpoint without rules, None where nothing can be said.
 
     The head is None for a model that needs none. It is needed where the config sets the flag
-    either way and does not name a bare encoder or decoder.
+    either way, or leaves it to a family that ties by default, and does not name a bare encoder or
+    decoder.
     """
     embedding = next((name for name in _EMBEDDINGS if name in catalog), None)
-    if embedding is None or flag(config, "tie_word_embeddings") is None:
+    said = tied_by_default or flag(config, "tie_word_embeddings") is not None
+    if embedding is None or not said:
         return None
     names = architectures(config)
     causal = not names or any(name.endswith("ForCausalLM") for name in names)

@@ -239,11 +239,20 @@ def test_equal_ranks_share_one_slice_and_others_do_not(case: Case) -> None:
 
 # ---------------------------------------------------------------- whole models
 
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+NORMS = {
+    "Llama": _LAYER_NORMS,
+    "Gemma2": (*_LAYER_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "Phi3": _LAYER_NORMS,
+}
+"""Families, and the norms of a layer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Numbers of a Llama-like model; `feed_forward` and `vocabulary` are rows."""
+    """Numbers of a decoder; `feed_forward` and `vocabulary` are rows."""
 
+    family: str
     heads: int
     kv_heads: int
     head_size: int
@@ -264,15 +273,37 @@ class Model:
         query = self.heads * self.head_size // tp
         key_value = max(1, self.kv_heads // tp) * self.head_size
         layer = 2 * query * self.hidden + 2 * key_value * self.hidden
-        layer += 3 * self.feed_forward // tp * self.hidden + self.hidden
+        layer += 3 * self.feed_forward // tp * self.hidden + len(NORMS[self.family]) * self.hidden
         if self.biased:
             layer += query + 2 * key_value + self.hidden
         tables = (1 if self.tied else 2) * math.ceil(self.vocabulary / tp) * self.hidden
         return self.layers * layer + tables
 
-    def checkpoint(self) -> Checkpoint:
-        """The model as metadata, in F16."""
+    def attention(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's attention."""
         query, key_value = self.heads * self.head_size, self.kv_heads * self.head_size
+        parts = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
+        if self.family == "Phi3":
+            parts = {"qkv_proj": query + 2 * key_value}
+        shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (self.hidden, query)}
+        for part, rows in parts.items():
+            shapes[f"{part}.weight"] = (rows, self.hidden)
+            if self.biased:
+                shapes[f"{part}.bias"] = (rows,)
+        if self.biased:
+            shapes["o_proj.bias"] = (self.hidden,)
+        return shapes
+
+    def mlp(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's feed-forward."""
+        parts = {"gate_proj": self.feed_forward, "up_proj": self.feed_forward}
+        if self.family == "Phi3":
+            parts = {"gate_up_proj": 2 * self.feed_forward}
+        shapes: dict[str, tuple[int, ...]] = {"down_proj.weight": (self.hidden, self.feed_forward)}
+        return shapes | {f"{part}.weight": (rows, self.hidden) for part, rows in parts.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors."""
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocabulary, self.hidden)
         }
@@ -280,37 +311,35 @@ class Model:
             shapes["lm_head.weight"] = (self.vocabulary, self.hidden)
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}."
-            attention = prefix + "self_attn."
-            shapes[f"{prefix}input_layernorm.weight"] = (self.hidden,)
-            for part, rows in (("q", query), ("k", key_value), ("v", key_value)):
-                shapes[f"{attention}{part}_proj.weight"] = (rows, self.hidden)
-                if self.biased:
-                    shapes[f"{attention}{part}_proj.bias"] = (rows,)
-            shapes[f"{attention}o_proj.weight"] = (self.hidden, query)
-            if self.biased:
-                shapes[f"{attention}o_proj.bias"] = (self.hidden,)
-            for part in ("gate", "up"):
-                shapes[f"{prefix}mlp.{part}_proj.weight"] = (self.feed_forward, self.hidden)
-            shapes[f"{prefix}mlp.down_proj.weight"] = (self.hidden, self.feed_forward)
+            shapes |= {f"{prefix}{name}.weight": (self.hidden,) for name in NORMS[self.family]}
+            shapes |= {f"{prefix}self_attn.{name}": its for name, its in self.attention().items()}
+            shapes |= {f"{prefix}mlp.{name}": its for name, its in self.mlp().items()}
+        return shapes
+
+    def checkpoint(self) -> Checkpoint:
+        """The model as metadata, in F16; the tied flag is left out where it says the usual."""
         tensors, offset = {}, 64
-        for name, shape in shapes.items():
+        for name, shape in self.shapes().items():
             nbytes = 2 * math.prod(shape)
             tensors[name] = TensorInfo(name, "F16", shape, "model.safetensors", offset, nbytes)
             offset += nbytes
         config = {
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [f"{self.family}ForCausalLM"],
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_size,
             "hidden_size": self.hidden,
+            "intermediate_size": self.feed_forward,
             "num_hidden_layers": self.layers,
-            "tie_word_embeddings": self.tied,
         }
+        if self.tied is not (self.family == "Gemma2"):
+            config["tie_word_embeddings"] = self.tied
         return Checkpoint("/m", TensorCatalog(tensors, {}), config, ())
 
 
 models = st.builds(
     Model,
+    family=st.sampled_from(["Llama", "Gemma2", "Phi3"]),
     heads=st.sampled_from([1, 2, 4, 6, 8, 12]),
     kv_heads=st.sampled_from([1, 2, 3, 4, 8]),
     head_size=st.integers(1, 4),
@@ -320,7 +349,7 @@ models = st.builds(
     layers=st.integers(1, 2),
     tied=st.booleans(),
     biased=st.booleans(),
-)
+).map(lambda model: dataclasses.replace(model, biased=model.biased and model.family != "Phi3"))
 
 
 @settings(max_examples=150, deadline=None)

@@ -7,24 +7,20 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from loader_service.checkpoint.catalog import TensorInfo
-from loader_service.checkpoint.files import read_checkpoint
 from loader_service.errors import PlanRefused
-from loader_service.plan.planner import plan_load
 from loader_service.plan.slices import LoadPlan
 from tests.checkpoints import ModelOptions, save_model
 from tests.oracle import (
     HEAD,
     ExpectedSlice,
-    apply_runs,
     expected_slices,
     original_bytes,
     reassemble,
     shared_bytes,
 )
+from tests.plans import payload_of, plan_folder, slices_of
 
 MODELS: dict[str, tuple[ModelOptions, tuple[int, ...]]] = {
     "llama-gqa-sharded": (ModelOptions(max_shard_size="3KB"), (1, 2, 4)),
@@ -80,30 +76,6 @@ REFUSED = [
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {name: save_model(root / name, options) for name, (options, _) in MODELS.items()}
-
-
-def plan_folder(folder: Path, tp: int) -> LoadPlan:
-    return plan_load(read_checkpoint(str(folder), str(folder)), tp)
-
-
-def payload_of(plan: LoadPlan, tensor: TensorInfo) -> bytes:
-    content = Path(plan.files[tensor.file].path).read_bytes()
-    return content[tensor.offset : tensor.offset + tensor.nbytes]
-
-
-def slices_of(plan: LoadPlan) -> list[dict[str, ExpectedSlice]]:
-    """What every rank would hold if it copied exactly the planned bytes."""
-    ranks: list[dict[str, ExpectedSlice]] = [{} for _ in range(plan.tp)]
-    for tensor in plan.tensors:
-        payload = payload_of(plan, tensor.source)
-        for rank, piece in enumerate(tensor.slices):
-            data = apply_runs(payload, piece.runs, piece.nbytes)
-            assert piece.wire_bytes == sum(run.nbytes for run in piece.runs)
-            assert not any(data[piece.wire_bytes :])
-            ranks[rank][piece.name] = ExpectedSlice(
-                piece.dtype, piece.shape, data, piece.padding_rows, piece.aliases
-            )
-    return ranks
 
 
 def describe(
@@ -273,25 +245,6 @@ def test_fused_parts_are_cut_each_for_itself(folders: Mapping[str, Path]) -> Non
     # Read once, though two ranks get each key and value head.
     assert planned.source_bytes == len(rows)
     assert [piece.replicated_bytes for piece in planned.slices] == [2 * head] * 4
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_fused_slices_compute_what_the_whole_matrix_computes(
-    folders: Mapping[str, Path], tp: int
-) -> None:
-    """x @ W^T of every rank, query and gate parts side by side, is a part of the whole product."""
-    plan = plan_folder(folders["phi3-shared-key-value-heads"], tp)
-    x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
-    for part, name in ((4, "self_attn.qkv_proj"), (24, "mlp.gate_up_proj")):
-        tensor = f"model.layers.1.{name}.weight"
-        (planned,) = (each for each in plan.tensors if each.source.name == tensor)
-        whole = np.frombuffer(payload_of(plan, planned.source), np.float32).reshape(-1, 16)
-        first = part * 4 if name.startswith("self") else part
-        local = [
-            x @ np.frombuffer(piece.data, np.float32).reshape(piece.shape).T[:, : first // tp]
-            for piece in pieces(plan, tensor)
-        ]
-        assert np.allclose(np.concatenate(local, axis=1), x @ whole.T[:, :first], rtol=1e-4)
 
 
 def test_a_gemma_without_the_flag_is_tied(folders: Mapping[str, Path], tmp_path: Path) -> None:

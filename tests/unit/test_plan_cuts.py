@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,43 @@ def test_fused_cut_is_refused_where_a_part_is(
     assert caught.value.reason == reason
 
 
+def test_part_that_would_need_zero_rows_inside_the_slice_is_refused() -> None:
+    """Zero rows follow a slice's bytes, so only sizes that need none can be cut."""
+    cut = Fused("fused", 0, ((6, Vocab()), (12, ROWS)))
+    with pytest.raises(PlanRefused, match="zero rows in the middle for 4 ranks") as caught:
+        cut_tensor(info("U8", (18, 1)), cut, 4)
+    assert caught.value.reason == "TP_NOT_DIVISIBLE"
+    assert [piece.shape for piece in cut_tensor(info("U8", (18, 1)), cut, 3)] == [(6, 1)] * 3
+
+
+# ---------------------------------------------------------------- bytes that ranks share
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "tp", "shared"),
+    [
+        (ROWS, (8, 3), 4, [0] * 4),
+        (Replicated(), (8, 3), 1, [0]),
+        (Replicated(), (8, 3), 2, [24, 24]),
+        (Replicated(), (), 2, [1, 1]),
+        (Heads("kv", 0, 2, 2, replicable=True), (4, 3), 4, [6] * 4),
+        (fused_qkv(4, 2, 3), (24, 5), 2, [0] * 2),
+        (fused_qkv(4, 2, 3), (24, 5), 4, [2 * 3 * 5] * 4),
+        (fused_qkv(4, 2, 3, dim=1), (5, 24), 4, [2 * 3 * 5] * 4),
+        (fused_qkv(4, 1, 3), (18, 5), 4, [2 * 3 * 5] * 4),
+        (Vocab(), (2, 3), 4, [0] * 4),
+        (Vocab(), (1, 3), 3, [0] * 3),
+    ],
+    ids=str,
+)
+def test_replicated_bytes_are_those_that_another_rank_gets_too(
+    cut: Cut, shape: tuple[int, ...], tp: int, shared: list[int]
+) -> None:
+    """U8. Of a fused tensor only the shared parts count, of a vocabulary no zero rows."""
+    pieces = cut_tensor(info("U8", shape), cut, tp)
+    assert [piece.replicated_bytes for piece in pieces] == shared
+
+
 # ---------------------------------------------------------------- runs
 
 
@@ -169,13 +207,36 @@ def test_a14_packed_tensor_of_a_single_rank_may_have_any_width() -> None:
     assert cut_bytes(H, COLUMNS, 1) == [H.data]
 
 
+def runs_of(tensor: TensorInfo, cut: Cut, tp: int) -> list[list[tuple[int, int]]]:
+    """(offset, length) of the source pieces of every rank."""
+    pieces = cut_tensor(tensor, cut, tp)
+    return [[(run.source_offset, run.length) for run in piece.runs] for piece in pieces]
+
+
 def test_parts_that_touch_are_one_run() -> None:
+    fused = Fused("fused", 0, ((4, ROWS), (4, Replicated()), (4, Replicated())))
+    assert runs_of(info("U8", (12, 1)), fused, 2) == [[(0, 2), (4, 8)], [(2, 2), (4, 8)]]
+
+
+def test_parts_that_touch_stay_apart_where_another_rank_keeps_only_one() -> None:
+    """The reader knows what ranks share by equal pieces: rows 4 to 7 are to be read once."""
     fused = Fused("fused", 0, ((4, ROWS), (4, Replicated()), (4, ROWS)))
-    runs = [piece.runs for piece in cut_tensor(info("U8", (12, 1)), fused, 2)]
-    assert [[(run.source_offset, run.length) for run in own] for own in runs] == [
-        [(0, 2), (4, 6)],
-        [(2, 6), (10, 2)],
+    assert runs_of(info("U8", (12, 1)), fused, 2) == [
+        [(0, 2), (4, 4), (8, 2)],
+        [(2, 2), (4, 4), (10, 2)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tp"), [(1, 2), (1, 3), (1, 6), (2, 2), (2, 6), (3, 3), (3, 6), (6, 2), (6, 6)]
+)
+def test_runs_of_two_ranks_are_the_same_or_apart(kv_heads: int, tp: int) -> None:
+    """Where there is one key/value head, query, key and value of the last rank touch."""
+    cut = fused_qkv(6, kv_heads, 2)
+    runs = runs_of(info("U8", (12 + 4 * kv_heads, 1)), cut, tp)
+    distinct = sorted({run for own in runs for run in own})
+    assert sum(length for _, length in distinct) == 12 + 4 * kv_heads
+    assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(distinct))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])

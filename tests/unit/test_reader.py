@@ -177,19 +177,21 @@ def test_shapes_around_the_limits_of_a_read(
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("other", [300, 20_000])
+@pytest.mark.parametrize("heads", [1, 2])
 def test_heads_that_differing_slices_share_are_read_once(
-    dim: int, other: int, tmp_path: Path, spy: PreadvSpy
+    dim: int, other: int, heads: int, tmp_path: Path, spy: PreadvSpy
 ) -> None:
-    # Ranks have query heads of their own and a key head in common, all in one tensor.
+    # Ranks have query heads of their own and key and value heads in common, all in one tensor.
+    # With one of these, the last rank keeps one stretch of rows from which others keep the end.
     query = Heads("q", dim, 4, 6, replicable=False)
-    key = Heads("k", dim, 2, 6, replicable=True)
-    shape = (36, other) if dim == 0 else (other, 36)
-    part = Part(random_tensor("t", "U8", shape), Fused("qk", dim, ((24, query), (12, key))))
+    shared = Heads("kv", dim, heads, 6, replicable=True)
+    rows = 24 + 2 * 6 * heads
+    shape = (rows, other) if dim == 0 else (other, rows)
+    cut = Fused("qkv", dim, ((24, query), (6 * heads, shared), (6 * heads, shared)))
+    part = Part(random_tensor("t", "U8", shape), cut)
     plan = write_plan(tmp_path, [part], 4)
     check_bytes(plan, [part], 4 * BLOCK_BYTES)
-    source = plan.tensors[0].source
-    payload = spy.counts[source.offset : source.offset + source.nbytes]
-    assert (payload == 1).all()
+    check_read_once(plan, spy)
 
 
 def test_column_pieces_do_not_cost_a_system_call_each(tmp_path: Path, spy: PreadvSpy) -> None:

@@ -14,7 +14,6 @@ from loader_service.plan.config import architectures, layer_count, positive_int
 from loader_service.plan.cuts import Even, Heads, Replicated, Vocab
 
 __all__ = [
-    "WHOLE",
     "AttentionHeads",
     "attention_output",
     "decoder_layout",
@@ -22,6 +21,7 @@ __all__ = [
     "gated_feed_forward",
     "head_norms",
     "norms",
+    "rope_table",
     "separate_attention",
 ]
 
@@ -153,3 +153,11 @@ def head_norms() -> Iterator[tuple[str, Rule]]:
     """Yield the rules of norms over single query and key heads."""
     for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
         yield name, Rule("head_norm", WHOLE, "one head's width, the same for all heads")
+
+
+def rope_table() -> Iterator[tuple[str, Rule]]:
+    """Yield the rule of a layer's rotary frequencies, which older checkpoints store."""
+    yield (
+        "self_attn.rotary_emb.inv_freq",
+        Rule("rope_table", WHOLE, "derived from the config, the same for all ranks"),
+    )

@@ -17,6 +17,7 @@ from loader_service.plan.architectures.decoder import (
     gated_feed_forward,
     head_norms,
     norms,
+    rope_table,
     separate_attention,
 )
 from loader_service.plan.architectures.layout import Layout, Rule
@@ -44,3 +45,4 @@ def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
         "post_feedforward_layernorm",
     )
     yield from head_norms()
+    yield from rope_table()

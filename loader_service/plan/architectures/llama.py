@@ -12,12 +12,12 @@ from typing import Any
 
 from loader_service.checkpoint.catalog import TensorCatalog
 from loader_service.plan.architectures.decoder import (
-    WHOLE,
     AttentionHeads,
     decoder_layout,
     gated_feed_forward,
     head_norms,
     norms,
+    rope_table,
     separate_attention,
 )
 from loader_service.plan.architectures.layout import Layout, Rule
@@ -35,7 +35,4 @@ def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
     yield from gated_feed_forward()
     yield from norms("input_layernorm", "post_attention_layernorm")
     yield from head_norms()
-    yield (
-        "self_attn.rotary_emb.inv_freq",
-        Rule("rope_table", WHOLE, "derived from the config, the same for all ranks"),
-    )
+    yield from rope_table()

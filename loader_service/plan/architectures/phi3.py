@@ -16,6 +16,7 @@ from loader_service.plan.architectures.decoder import (
     decoder_layout,
     feed_forward_down,
     norms,
+    rope_table,
 )
 from loader_service.plan.architectures.layout import Layout, Rule
 from loader_service.plan.config import positive_int
@@ -53,3 +54,4 @@ def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
     )
     yield from feed_forward_down()
     yield from norms("input_layernorm", "post_attention_layernorm")
+    yield from rope_table()
