@@ -5,6 +5,8 @@ The gRPC metrics have the names of the grpc-ecosystem set, so that existing dash
 
 from __future__ import annotations
 
+import functools
+
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -40,11 +42,11 @@ class Metrics:
 
     def call_started(self, kind: str, method: str) -> None:
         """Count a call; `kind` is for example `unary`, `method` `/package.Service/Method`."""
-        self._started.labels(kind, *_split(method)).inc()
+        self._started.labels(*_labels(kind, method)).inc()
 
     def call_ended(self, kind: str, method: str, code: grpc.StatusCode, seconds: float) -> None:
         """Count a call's end."""
-        labels = (kind, *_split(method))
+        labels = _labels(kind, method)
         self._handled.labels(*labels, _camel_case(code)).inc()
         self._seconds.labels(*labels).observe(seconds)
 
@@ -64,11 +66,13 @@ class Metrics:
         return addresses.join(host, server.server_port)
 
 
-def _split(method: str) -> tuple[str, str]:
+@functools.cache
+def _labels(kind: str, method: str) -> tuple[str, str, str]:
     service, _, name = method.removeprefix("/").partition("/")
-    return service, name
+    return kind, service, name
 
 
+@functools.cache
 def _camel_case(code: grpc.StatusCode) -> str:
     """Return the code as the grpc-ecosystem metrics spell it, e.g. `NotFound`."""
     return "OK" if code is grpc.StatusCode.OK else code.name.title().replace("_", "")

@@ -154,7 +154,7 @@ async def _be_clients(endpoint: str) -> dict[str, list[float]]:
                 task = asyncio.create_task(ask())
                 asking.add(task)
                 task.add_done_callback(asking.discard)
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(1 / CALLS_PER_SECOND)
         await asyncio.gather(*asking)
         return {"latencies": latencies, "updates": [float(await each) for each in watchers]}
 
