@@ -103,6 +103,7 @@ WITHOUT_HINT = frozenset(
         "CANNOT_LISTEN",
         "INSECURE_LISTEN",
         "INVALID_MANIFEST",
+        "MALFORMED_MESSAGE",
         "TLS_FILES_INVALID",
         "WORKER_ID_TAKEN",
         "WORKER_SUPERSEDED",

@@ -22,6 +22,7 @@ from loader_service.serving.options import (
     ServingOptions,
     add_serving_arguments,
     channel_security,
+    positive,
     serving_options,
 )
 from loader_service.serving.server import Server, stop_requested
@@ -100,30 +101,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-tensors",
-        type=int,
+        type=positive(int),
         default=DEFAULT_MAX_TENSORS,
         metavar="N",
         help=f"most tensors of a checkpoint that is accepted (default {DEFAULT_MAX_TENSORS})",
     )
     parser.add_argument(
         "--max-loads",
-        type=int,
+        type=positive(int),
         default=DEFAULT_MAX_LOADS,
         metavar="N",
         help=f"loads on their way that one identity may have (default {DEFAULT_MAX_LOADS})",
     )
     parser.add_argument(
-        "--heartbeat-seconds", type=float, default=1.0, help="how often workers report (default 1)"
+        "--heartbeat-seconds",
+        type=positive(float),
+        default=1.0,
+        help="how often workers report (default 1)",
     )
     parser.add_argument(
         "--lease-seconds",
-        type=float,
+        type=positive(float),
         default=10.0,
         help="how long a silent worker counts as alive (default 10)",
     )
     parser.add_argument(
         "--stall-seconds",
-        type=float,
+        type=positive(float),
         default=2.0,
         help="a rank without a chunk for so long is reported as stalled (default 2)",
     )
@@ -139,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not Path(options.model_root).is_dir():
         parser.error(f"--model-root {options.model_root!r} is not a folder")
-    if not 0 < options.heartbeat_seconds < options.lease_seconds:
+    if options.heartbeat_seconds >= options.lease_seconds:
         parser.error("--lease-seconds must be greater than --heartbeat-seconds")
     log_to_stderr("coordinator")
     try:

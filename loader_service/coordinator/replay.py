@@ -13,7 +13,7 @@ from loader_service.errors import Conflict
 
 __all__ = ["RequestReplay"]
 
-_REMEMBERED = 10_000
+_REMEMBERED = 1000
 
 _Response = TypeVar("_Response", bound=Message)
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from loader_service.channel import REQUEST_ID_KEY
 from loader_service.errors import (
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     LoaderError,
     QuotaExceeded,
 )
@@ -83,45 +85,54 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        codec = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        # Messages are decoded in here: gRPC would answer a wrong one by a traceback in the log.
+        decode = handler.request_deserializer
+        encode = {"response_serializer": handler.response_serializer}
         if handler.response_streaming:
             if handler.request_streaming:
-                stream = self._streaming(details.method, "bidi_stream", handler.stream_stream)
-                return grpc.stream_stream_rpc_method_handler(stream, **codec)
-            stream = self._streaming(details.method, "server_stream", handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(stream, **codec)
+                stream = self._streaming(
+                    details.method, "bidi_stream", _all_decoded(decode), handler.stream_stream
+                )
+                return grpc.stream_stream_rpc_method_handler(stream, **encode)
+            stream = self._streaming(
+                details.method, "server_stream", _decoded(decode), handler.unary_stream
+            )
+            return grpc.unary_stream_rpc_method_handler(stream, **encode)
         if handler.request_streaming:
-            single = self._single(details.method, "client_stream", handler.stream_unary)
-            return grpc.stream_unary_rpc_method_handler(single, **codec)
-        single = self._single(details.method, "unary", handler.unary_unary)
-        return grpc.unary_unary_rpc_method_handler(single, **codec)
+            single = self._single(
+                details.method, "client_stream", _all_decoded(decode), handler.stream_unary
+            )
+            return grpc.stream_unary_rpc_method_handler(single, **encode)
+        single = self._single(details.method, "unary", _decoded(decode), handler.unary_unary)
+        return grpc.unary_unary_rpc_method_handler(single, **encode)
 
-    def _single(self, method: str, kind: str, behavior: Any) -> Any:
-        async def handle(request: Any, context: _Context) -> Any:
-            call = _Call(method, kind, request, context)
+    def _single(self, method: str, kind: str, decode: Callable[[Any], Any], behavior: Any) -> Any:
+        async def handle(raw: Any, context: _Context) -> Any:
+            call = _Call(method, kind, context)
             try:
                 with self._recorded(call):
+                    call.request = decode(raw)
                     await self._admit(call)
                     # gRPC itself cancels a call whose own deadline has passed.
                     async with asyncio.timeout(MOST_SECONDS):
-                        call.response = await behavior(request, context)
+                        call.response = await behavior(call.request, context)
                 return call.response
             except Exception as error:  # noqa: BLE001 - the boundary of a call
                 await _abort(context, error)
 
         return handle
 
-    def _streaming(self, method: str, kind: str, behavior: Any) -> Any:
-        async def handle(request: Any, context: _Context) -> AsyncIterator[Any]:
-            call = _Call(method, kind, request, context)
+    def _streaming(
+        self, method: str, kind: str, decode: Callable[[Any], Any], behavior: Any
+    ) -> Any:
+        async def handle(raw: Any, context: _Context) -> AsyncIterator[Any]:
+            call = _Call(method, kind, context)
             try:
                 with self._recorded(call):
+                    call.request = decode(raw)
                     await self._admit(call)
                     with self._counted(call.identity):
-                        async for response in behavior(request, context):
+                        async for response in behavior(call.request, context):
                             yield response
             except Exception as error:  # noqa: BLE001 - the boundary of a call
                 await _abort(context, error)
@@ -195,10 +206,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 class _Call:
     """One call on its way through the interceptor."""
 
-    def __init__(self, method: str, kind: str, request: Any, context: _Context) -> None:
+    def __init__(self, method: str, kind: str, context: _Context) -> None:
         self.method = method
         self.kind = kind
-        self.request = request
+        self.request: Any = None
         self.response: Any = None
         self.context = context
         self.metadata = dict(context.invocation_metadata() or ())
@@ -211,6 +222,31 @@ class _Call:
         self.peer = context.peer()
         remaining = context.time_remaining()
         self.deadline = None if remaining is None else self.started + remaining
+
+
+def _decoded(decode: Any) -> Callable[[bytes], Any]:
+    """Return what decodes one message, or refuses it."""
+
+    def work(raw: bytes) -> Any:
+        try:
+            return decode(raw)
+        except DecodeError as error:
+            raise InvalidRequest(
+                "the request is not a message of this method", reason="MALFORMED_MESSAGE"
+            ) from error
+
+    return work
+
+
+def _all_decoded(decode: Any) -> Callable[[AsyncIterator[bytes]], AsyncIterator[Any]]:
+    """Return what decodes a stream of messages, each when it is asked for."""
+    decode_one = _decoded(decode)
+
+    async def work(raw: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for message in raw:
+            yield decode_one(message)
+
+    return work
 
 
 def _certificate_names(call: _Call) -> list[str]:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from loader_service import addresses
 from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import InvalidRequest
 
-__all__ = ["ServingOptions", "add_serving_arguments", "channel_security", "serving_options"]
+__all__ = [
+    "ServingOptions",
+    "add_serving_arguments",
+    "channel_security",
+    "positive",
+    "serving_options",
+]
 
 DEFAULT_MAX_STREAMS = 256
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +87,21 @@ class ServingOptions:
         )
 
 
+def positive(kind: type[_Number]) -> Callable[[str], _Number]:
+    """Return an argparse type for finite numbers above zero."""
+
+    def parse(text: str) -> _Number:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind(0)
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+        return number
+
+    return parse
+
+
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a server's command line."""
     secure = parser.add_argument_group(
@@ -109,7 +135,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     )
     secure.add_argument(
         "--max-streams",
-        type=int,
+        type=positive(int),
         default=DEFAULT_MAX_STREAMS,
         metavar="N",
         help=f"streams that one identity may have open (default {DEFAULT_MAX_STREAMS})",

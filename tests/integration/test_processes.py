@@ -24,7 +24,7 @@ import loader_worker
 from loader_service.client import AsyncLoaderClient
 from loader_service.v1 import types_pb2
 from tests.checkpoints import random_tensor, write_file
-from tests.cluster import BIN, Cluster, cluster, wait_for
+from tests.cluster import BIN, COORDINATOR, Cluster, cluster, wait_for
 from tests.control_plane import control_plane
 
 CHILD = """
@@ -99,6 +99,17 @@ def test_a_port_in_use_is_said_and_nothing_is_left_running(tmp_path: Path) -> No
             )
             assert result.returncode == 1
             assert f"cannot listen at {address}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--max-loads=0", "--max-tensors=-1", "--stall-seconds=nan", "--lease-seconds=0.5"],
+)
+def test_options_that_make_no_sense_are_usage_errors(option: str, tmp_path: Path) -> None:
+    command = [*COORDINATOR, f"--model-root={tmp_path}", option]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert result.returncode == 2
+    assert option.partition("=")[0] in result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -577,6 +577,23 @@ async def test_a_message_over_the_limit_is_refused(tmp_path: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_nonsense_is_refused_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        control_plane(tmp_path) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        for method in ("Load", "WatchLoad", "Heartbeat"):
+            call: Any = channel.stream_stream(f"/loader_service.v1.CoordinatorService/{method}")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call(iter([b"\xff\xff\xff"]), timeout=5):
+                    pass
+            failure = from_rpc_error(caught.value)
+            assert (type(failure), failure.reason) == (InvalidRequest, "MALFORMED_MESSAGE")
+    assert "Traceback" not in caplog.text
+
+
 async def test_headers_and_tensors_over_the_limits_are_refused(tmp_path: Path) -> None:
     tensors = [random_tensor(f"t{number}", "U8", (1,)) for number in range(20)]
     write_file(tmp_path / "model.safetensors", tensors)
