@@ -19,7 +19,7 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from loader_service.channel import AsyncEndpoint
+from loader_service.channel import AsyncEndpoint, from_rpc_error
 from loader_service.channel_security import ChannelSecurity
 from loader_service.client import AsyncLoaderClient, LoaderClient
 from loader_service.errors import (
