@@ -55,6 +55,9 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     # Workers and coordinators are reached directly; a proxy for the web must not get their calls.
     ("grpc.enable_http_proxy", 0),
+    # Connecting is tried again as fast as calls are; by default the calls' tries would be over first.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     # A connection whose other end has vanished is noticed while a call waits on it.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

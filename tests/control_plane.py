@@ -154,9 +154,10 @@ async def control_plane(
     *,
     workers: Sequence[str] = (),
     serving: ServingOptions | None = None,
+    listen: str = "127.0.0.1:0",
     **settings: Any,
 ) -> AsyncIterator[ControlPlane]:
-    """Serve a coordinator on a free port until the block ends."""
+    """Serve a coordinator, on a free port unless one is named, until the block ends."""
     server = Server([SERVICE], serving or ServingOptions())
 
     # The coordinator calls back into what is made around it.
@@ -177,7 +178,7 @@ async def control_plane(
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
         CoordinatorServicer(coordinator), server.grpc
     )
-    plane.address = await server.start("127.0.0.1:0")
+    plane.address = await server.start(listen)
     watching = asyncio.create_task(coordinator.watch())
     try:
         for worker_id in workers:

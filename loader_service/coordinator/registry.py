@@ -20,6 +20,9 @@ from loader_service.version import PROTOCOL_VERSION
 
 __all__ = ["WorkerRecord", "WorkerRegistry"]
 
+KEPT_LOST = 1000
+"""Lost workers that stay listed."""
+
 _REMEMBERED_LIVES = 16
 """Earlier incarnations of a worker that are refused when they come back."""
 
@@ -213,6 +216,7 @@ class WorkerRegistry:
         """
         record = self._require(worker_id, incarnation)
         del self._workers[worker_id]
+        self._superseded.pop(worker_id, None)
         return record.load_id
 
     def expire(self, now: float) -> list[WorkerRecord]:
@@ -224,7 +228,17 @@ class WorkerRegistry:
         ]
         for record in expired:
             record.lost = True
+        if expired:
+            self._forget_lost()
         return expired
+
+    def _forget_lost(self) -> None:
+        """Forget the workers that were lost longest ago, so that names that never return do not pile up."""
+        lost = [record for record in self._workers.values() if record.lost and not record.load_id]
+        lost.sort(key=lambda record: record.lease_end)
+        for record in lost[: max(0, len(lost) - KEPT_LOST)]:
+            del self._workers[record.worker_id]
+            self._superseded.pop(record.worker_id, None)
 
     def reserve(self, load_id: str, tp: int, worker_ids: Sequence[str]) -> list[WorkerRecord]:
         """Choose the group of a load, see `choose`, and reserve it."""

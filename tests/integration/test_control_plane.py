@@ -7,6 +7,7 @@ of reported trouble, see the cases of the project.
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -512,6 +513,20 @@ async def test_the_sync_client_does_what_the_async_one_does(plane: ControlPlane)
             await asyncio.to_thread(client.get_load, "load-none")
         workers = await asyncio.to_thread(client.list_workers)
         assert [worker.worker_id for worker in workers] == ["w0", "w1", "w2", "w3"]
+
+
+async def test_a_call_waits_a_moment_for_a_coordinator_that_is_being_restarted(
+    model: Path,
+) -> None:
+    """The retries of the channel, not of the caller."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    async with AsyncLoaderClient(address) as client:
+        calling = asyncio.create_task(client.list_workers())
+        await asyncio.sleep(0.2)
+        assert not calling.done()
+        async with control_plane(model.parent, workers=["w0"], listen=address):
+            assert [worker.worker_id for worker in await calling] == ["w0"]
 
 
 async def test_a_watch_goes_on_after_its_connection_broke(

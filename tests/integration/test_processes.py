@@ -21,8 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import loader_kernels
 import loader_service
 import loader_worker
+from loader_service import demo
 from loader_service.client import AsyncLoaderClient
-from loader_service.v1 import types_pb2
+from loader_service.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from tests.checkpoints import random_tensor, write_file
 from tests.cluster import BIN, COORDINATOR, Cluster, cluster, wait_for
 from tests.control_plane import control_plane
@@ -192,3 +193,29 @@ def test_planning_keeps_nobody_waiting(shared_cluster: Cluster, tmp_path: Path) 
     assert len(waits) > 5
     # Nine of ten: this machine does other things too.
     assert sorted(waits)[int(len(waits) * 0.9)] < 0.1
+
+
+def test_a_workers_status_is_watched_until_the_worker_stops(tmp_path: Path) -> None:
+    """The first message is the whole status; a load shows, and the end of the worker is a clean end."""
+    with cluster(Path("/"), tmp_path, workers=1) as running:
+
+        async def watch(client: AsyncLoaderClient) -> list[worker_pb2.WorkerStatus]:
+            (worker,) = await client.list_workers()
+            seen: list[worker_pb2.WorkerStatus] = []
+            load = types_pb2.Load()
+            async with grpc.aio.insecure_channel(worker.address) as channel:
+                stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+                async for answer in stub.WatchStatus(worker_pb2.WatchStatusRequest()):
+                    seen.append(answer.status)
+                    if len(seen) == 1:
+                        load = await client.load(str(demo.model_folder()))
+                    elif answer.status.memory.resident_bytes:
+                        running.workers["w0"].terminate()
+            assert seen[-1].loads[0].load_id == load.load_id
+            return seen
+
+        seen = running.call(watch)
+    assert (seen[0].worker_id, seen[0].device, seen[0].registered) == ("w0", "numpy", True)
+    assert not seen[0].loads
+    assert seen[-1].loads[0].state == types_pb2.WORKER_LOAD_STATE_COMMITTED
+    assert seen[-1].memory.resident_bytes == 90_856_960

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from loader_service.coordinator import registry as registry_module
 from loader_service.coordinator.registry import WorkerRecord, WorkerRegistry
 from loader_service.errors import (
     InvalidRequest,
@@ -164,6 +165,17 @@ def test_a_lost_worker_is_reported_once_and_must_register_again() -> None:
     registry.register(registration("a"), 11.0, 11.0)
     assert states(registry) == {"a": READY}
     assert registry.expire(11.0 + LEASE - 0.001) == []
+
+
+def test_workers_lost_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that never return, of pods for example, must not pile up; loads keep their workers."""
+    monkeypatch.setattr(registry_module, "KEPT_LOST", 2)
+    registry = WorkerRegistry(LEASE)
+    for number in range(5):
+        registry.register(registration(f"w{number}"), float(number), 100.0)
+    registry.reserve("load-1", 1, ["w0"])
+    registry.expire(100.0)
+    assert ids(registry.all()) == ["w0", "w3", "w4"]
 
 
 def test_a_heartbeat_of_an_unknown_worker_asks_it_to_register() -> None:
