@@ -89,7 +89,7 @@ class _Endpoint:
         self.address = address
         self.security = security
         self._make_stub = stub
-        self._stamp: tuple[int, ...] = ()
+        self._stamp: object = None
         self._channels: list[Any] = []
         self._stub: Any = None
 
@@ -102,7 +102,7 @@ class _Endpoint:
         """
         stamp = self.security.stamp()
         if self._stub is None or stamp != self._stamp:
-            # Calls under way keep the channel that they began on until the endpoint is closed.
+            # Calls under way keep the channel that they began on.
             channel = self._open()
             self._channels.append(channel)
             self._stub = self._make_stub(channel)
@@ -121,6 +121,12 @@ class _Endpoint:
         if request_id:
             entries.append((REQUEST_ID_KEY, request_id))
         return tuple(entries)
+
+    def _outdated(self) -> list[Any]:
+        """Take out the channels before the last two; certificates change so seldom that none is in use."""
+        old = self._channels[:-2]
+        del self._channels[:-2]
+        return old
 
     def _open(self) -> Any:
         raise NotImplementedError
@@ -160,8 +166,11 @@ class AsyncEndpoint(_Endpoint):
         Raises:
             LoaderError: what the server raised, or what happened on the way.
         """
+        stub = self.stub
+        for channel in self._outdated():
+            await channel.close()
         try:
-            return await getattr(self.stub, method)(
+            return await getattr(stub, method)(
                 request, timeout=timeout_seconds, metadata=self.metadata(request_id)
             )
         except grpc.RpcError as error:
@@ -191,8 +200,11 @@ class SyncEndpoint(_Endpoint):
         self, method: str, request: object, timeout_seconds: float, request_id: str = ""
     ) -> Any:
         """Make a call with one answer, and return that; see `AsyncEndpoint.call`."""
+        stub = self.stub
+        for channel in self._outdated():
+            channel.close()
         try:
-            return getattr(self.stub, method)(
+            return getattr(stub, method)(
                 request, timeout=timeout_seconds, metadata=self.metadata(request_id)
             )
         except grpc.RpcError as error:

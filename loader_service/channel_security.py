@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 
 from loader_service.errors import InvalidRequest
+from loader_service.file_stamp import file_stamp
 
 __all__ = ["ChannelSecurity"]
 
@@ -57,15 +58,9 @@ class ChannelSecurity:
             certificate_chain=_read(self.cert),
         )
 
-    def stamp(self) -> tuple[int, ...]:
+    def stamp(self) -> object:
         """Return a value that changes with the certificate files."""
-        stamps = []
-        for name in filter(None, (self.ca_cert, self.cert, self.key)):
-            try:
-                stamps.append(Path(name).stat().st_mtime_ns)
-            except OSError:
-                stamps.append(0)
-        return tuple(stamps)
+        return file_stamp(*filter(None, (self.ca_cert, self.cert, self.key)))
 
     def token(self) -> str:
         """Read the bearer token; empty without a file.

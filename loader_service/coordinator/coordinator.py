@@ -251,9 +251,9 @@ class Coordinator:
             )
 
     def abandon(self, load_id: str) -> None:
-        """Begin to cancel a load whose owner has gone; one that is settled stays as it is."""
+        """Begin to cancel a load whose owner has gone; one that is being committed stays."""
         runner = self._runners.get(load_id)
-        if runner is not None and not is_settled(runner.record.state):
+        if runner is not None and runner.record.can_cancel:
             runner.fail(LoadCancelled(f"whoever asked for load {load_id} has gone"))
 
     async def cancel(self, load_id: str) -> LoadRecord:

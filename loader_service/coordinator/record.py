@@ -184,9 +184,14 @@ class LoadRecord:
             rank.state = RankState.RANK_STATE_FAILED if guilty else RankState.RANK_STATE_CANCELLED
         self._enter(state, now)
 
+    @property
+    def can_cancel(self) -> bool:
+        """Whether the load's commit has not begun, and the load has not ended."""
+        return self.state in _BEFORE_COMMIT
+
     def check_can_cancel(self) -> None:
         """Raise `WrongState` when the load is being committed or has been."""
-        if self.state not in _BEFORE_COMMIT:
+        if not self.can_cancel:
             raise self.wrong_state("cannot be cancelled any more")
 
     def wrong_state(self, what: str) -> WrongState:

@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
+from loader_service import addresses
 from loader_service.errors import (
     InvalidRequest,
     VersionSkew,
@@ -157,6 +158,7 @@ class WorkerRegistry:
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
                 raise InvalidRequest(f"{field} is missing", field=field)
+        addresses.split(request.address)
         if request.incarnation in self._superseded[request.worker_id]:
             raise WorkerSuperseded(
                 f"a newer process has taken the place of worker {request.worker_id!r}",

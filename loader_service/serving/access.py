@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loader_service.errors import AccessDenied, InvalidRequest, Unauthenticated
+from loader_service.file_stamp import file_stamp
 from loader_service.serving.kubernetes import TokenReviewer
 
 __all__ = [
@@ -162,9 +163,9 @@ class Access:
         Raises:
             InvalidRequest: ACCESS_FILE_INVALID.
         """
-        self._path = Path(path)
+        self._path = path
+        self._stamp = file_stamp(path)
         self._identities = read_access_file(path)
-        self._stamp = self._path.stat().st_mtime_ns
 
     async def identify(self, certificate_names: Sequence[str], token: str) -> Identity:
         """Return the caller's identity: that of its token where it sends one, else of its certificate.
@@ -197,15 +198,15 @@ class Access:
         raise Unauthenticated("the call carries neither a token nor a client certificate")
 
     def _refresh(self) -> None:
+        stamp = file_stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
         try:
-            stamp = self._path.stat().st_mtime_ns
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self._identities = read_access_file(str(self._path))
+            self._identities = read_access_file(self._path)
             _log.info("access file %s was read again", self._path)
-        except (OSError, InvalidRequest) as error:
-            _log.error("access file %s: %s; the last good one stays", self._path, error)
+        except InvalidRequest as error:
+            _log.error("%s; the last good one stays", error)
 
 
 def read_access_file(path: str) -> _Identities:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from loader_service.errors import InvalidRequest
+from loader_service.file_stamp import file_stamp
 
 __all__ = ["server_credentials"]
 
@@ -50,11 +51,11 @@ class _Files:
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
-        self._stamps: tuple[int, ...] = ()
+        self._stamp: object = None
 
     def load(self) -> grpc.ServerCertificateConfiguration:
         """Read the files and check that they fit."""
-        stamps = self._current()
+        stamp = self._current()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._cert, self._key)
         authorities = None
@@ -62,13 +63,13 @@ class _Files:
             context.load_verify_locations(self._client_ca)
             authorities = Path(self._client_ca).read_bytes()
         pair = (Path(self._key).read_bytes(), Path(self._cert).read_bytes())
-        self._stamps = stamps
+        self._stamp = stamp
         return grpc.ssl_server_certificate_configuration([pair], authorities)
 
     def load_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the new configuration, None to stay with the present one. Called by gRPC."""
         try:
-            if self._current() == self._stamps:
+            if self._current() == self._stamp:
                 return None
             configuration = self.load()
         except (OSError, ssl.SSLError) as error:
@@ -77,6 +78,5 @@ class _Files:
         _log.info("certificate %s was read again", self._cert)
         return configuration
 
-    def _current(self) -> tuple[int, ...]:
-        names = filter(None, (self._cert, self._key, self._client_ca))
-        return tuple(Path(name).stat().st_mtime_ns for name in names)
+    def _current(self) -> object:
+        return file_stamp(*filter(None, (self._cert, self._key, self._client_ca)))
