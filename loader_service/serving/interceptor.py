@@ -44,6 +44,15 @@ MOST_SECONDS = 600.0
 _QUIET = ("/grpc.health.v1.Health/", "/loader_service.v1.CoordinatorService/Heartbeat")
 """Calls that come all the time; they are logged for debugging only."""
 
+_MakeHandler = Callable[..., grpc.RpcMethodHandler[Any, Any]]
+_SHAPES: dict[tuple[bool, bool], tuple[str, str, _MakeHandler]] = {
+    (False, False): ("unary", "unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("server_stream", "unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("client_stream", "stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("bidi_stream", "stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+"""By (request streaming, response streaming): kind for the metrics, behavior, maker of the handler."""
+
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
 _NOBODY = Identity("anonymous", frozenset())
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,26 +94,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
+        kind, attribute, make_handler = _SHAPES[
+            handler.request_streaming, handler.response_streaming
+        ]
         # Messages are decoded in here: gRPC would answer a wrong one by a traceback in the log.
-        decode = handler.request_deserializer
-        encode = {"response_serializer": handler.response_serializer}
-        if handler.response_streaming:
-            if handler.request_streaming:
-                stream = self._streaming(
-                    details.method, "bidi_stream", _all_decoded(decode), handler.stream_stream
-                )
-                return grpc.stream_stream_rpc_method_handler(stream, **encode)
-            stream = self._streaming(
-                details.method, "server_stream", _decoded(decode), handler.unary_stream
-            )
-            return grpc.unary_stream_rpc_method_handler(stream, **encode)
-        if handler.request_streaming:
-            single = self._single(
-                details.method, "client_stream", _all_decoded(decode), handler.stream_unary
-            )
-            return grpc.stream_unary_rpc_method_handler(single, **encode)
-        single = self._single(details.method, "unary", _decoded(decode), handler.unary_unary)
-        return grpc.unary_unary_rpc_method_handler(single, **encode)
+        decoded = _all_decoded if handler.request_streaming else _decoded
+        wrap = self._streaming if handler.response_streaming else self._single
+        behavior = wrap(
+            details.method,
+            kind,
+            decoded(handler.request_deserializer),
+            getattr(handler, attribute),
+        )
+        return make_handler(behavior, response_serializer=handler.response_serializer)
 
     def _single(self, method: str, kind: str, decode: Callable[[Any], Any], behavior: Any) -> Any:
         async def handle(raw: Any, context: _Context) -> Any:
