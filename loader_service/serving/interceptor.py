@@ -44,8 +44,9 @@ MOST_SECONDS = 600.0
 _QUIET = ("/grpc.health.v1.Health/", "/loader_service.v1.CoordinatorService/Heartbeat")
 """Calls that come all the time; they are logged for debugging only."""
 
-_MakeHandler = Callable[..., grpc.RpcMethodHandler[Any, Any]]
-_SHAPES: dict[tuple[bool, bool], tuple[str, str, _MakeHandler]] = {
+_SHAPES: dict[
+    tuple[bool, bool], tuple[str, str, Callable[..., grpc.RpcMethodHandler[Any, Any]]]
+] = {
     (False, False): ("unary", "unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("server_stream", "unary_stream", grpc.unary_stream_rpc_method_handler),
     (True, False): ("client_stream", "stream_unary", grpc.stream_unary_rpc_method_handler),
