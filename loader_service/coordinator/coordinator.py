@@ -137,8 +137,15 @@ class Coordinator:
 
     async def watch(self) -> None:
         """Find lost workers and stalled ranks, for ever."""
+        pause = self.settings.heartbeat_seconds / 4
         while True:
-            await asyncio.sleep(self.settings.heartbeat_seconds / 4)
+            began = self._clock.monotonic()
+            await asyncio.sleep(pause)
+            stood_still = self._clock.monotonic() - began - pause
+            if stood_still > self.settings.heartbeat_seconds:
+                # This process has heard nobody meanwhile; that makes nobody late.
+                _log.warning("the coordinator stood still for %.1f s", stood_still)
+                self.registry.extend_leases(stood_still)
             for runner in self._runners.values():
                 runner.record.check_stalled()
             for worker in self.registry.expire(self._clock.monotonic()):

@@ -221,6 +221,11 @@ class WorkerRegistry:
         self._superseded.pop(worker_id, None)
         return record.load_id
 
+    def extend_leases(self, seconds: float) -> None:
+        """Give every worker more time, because the coordinator could not listen."""
+        for record in self._workers.values():
+            record.lease_end += seconds
+
     def expire(self, now: float) -> list[WorkerRecord]:
         """Mark workers whose lease ran out as lost; return those that were not before."""
         expired = [

@@ -269,6 +269,24 @@ async def test_a_committed_rank_that_comes_back_is_taken_back(
     assert (await client.unload(load.load_id)).state == types_pb2.LOAD_STATE_UNLOADED
 
 
+async def test_a_coordinator_that_stood_still_loses_nobody_for_it(model: Path) -> None:
+    """A paused machine hears no heartbeats; leases run on afterwards, and only then run out."""
+    async with (
+        control_plane(model.parent, workers=["w0"], lease_seconds=0.6) as plane,
+        AsyncLoaderClient(plane.address) as client,
+    ):
+        await client.list_workers()
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        await asyncio.sleep(0.2)
+        assert (await client.get_worker("w0")).state == types_pb2.WORKER_STATE_READY
+
+        async def lost() -> bool:
+            return (await client.get_worker("w0")).state == types_pb2.WORKER_STATE_LOST
+
+        await until(lost)
+
+
 # ---------------------------------------------------------------- drain
 
 
