@@ -58,6 +58,10 @@ class ChannelSecurity:
             certificate_chain=_read(self.cert),
         )
 
+    def for_other_servers(self) -> ChannelSecurity:
+        """Return the same without `server_name`, which is that of one server."""
+        return dataclasses.replace(self, server_name="")
+
     def stamp(self) -> object:
         """Return a value that changes with the certificate files."""
         return file_stamp(*filter(None, (self.ca_cert, self.cert, self.key)))

@@ -7,6 +7,7 @@ import dataclasses
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader_service.channel import AsyncEndpoint
+from loader_service.channel_security import ChannelSecurity
 from loader_service.cli.durations import parse_seconds
 from loader_service.cli.session import Session
 from loader_service.errors import LoaderError
@@ -26,11 +27,13 @@ class Target:
         name: for people.
         address: `HOST:PORT`.
         service: full name of the gRPC service that is to be up.
+        security: how it is called.
     """
 
     name: str
     address: str
     service: str
+    security: ChannelSecurity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ async def check(session: Session, target: Target) -> Answer:
     timeout = parse_seconds(session.settings.timeout)
     request = health_pb2.HealthCheckRequest(service=target.service)
     try:
-        endpoint = AsyncEndpoint(target.address, session.security, health_pb2_grpc.HealthStub)
+        endpoint = AsyncEndpoint(target.address, target.security, health_pb2_grpc.HealthStub)
         try:
             answer = await endpoint.call("Check", request, timeout)
         finally:

@@ -165,13 +165,17 @@ async def health(
         raise typer.BadParameter("--worker and --all exclude each other")
     targets: Sequence[checks.Target]
     if worker:
-        targets = [checks.Target("worker", worker, checks.WORKER)]
+        targets = [checks.Target("worker", worker, checks.WORKER, session.security)]
     else:
-        targets = [checks.Target("coordinator", session.settings.endpoint, checks.COORDINATOR)]
+        endpoint = session.settings.endpoint
+        targets = [checks.Target("coordinator", endpoint, checks.COORDINATOR, session.security)]
     answers = [await checks.check(session, target) for target in targets]
     if all_servers and answers[0].serving:
         listed = await session.client.list_workers()
-        workers = [checks.Target(each.worker_id, each.address, checks.WORKER) for each in listed]
+        security = session.security.for_other_servers()
+        workers = [
+            checks.Target(each.worker_id, each.address, checks.WORKER, security) for each in listed
+        ]
         answers += await asyncio.gather(*(checks.check(session, each) for each in workers))
     session.show(HEALTH, documents.health_document([answer.fields for answer in answers]))
     if not all(answer.serving for answer in answers):

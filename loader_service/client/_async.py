@@ -201,7 +201,9 @@ class AsyncLoaderClient:
                     worker_id=rank.worker_id,
                 )
             worker = AsyncEndpoint(
-                workers[rank.worker_id], self._security, worker_pb2_grpc.WorkerServiceStub
+                workers[rank.worker_id],
+                self._security.for_other_servers(),
+                worker_pb2_grpc.WorkerServiceStub,
             )
             try:
                 pages = self._pages(worker, "ListTensors", request, usual)

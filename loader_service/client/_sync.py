@@ -197,7 +197,9 @@ class LoaderClient:
                     worker_id=rank.worker_id,
                 )
             worker = SyncEndpoint(
-                workers[rank.worker_id], self._security, worker_pb2_grpc.WorkerServiceStub
+                workers[rank.worker_id],
+                self._security.for_other_servers(),
+                worker_pb2_grpc.WorkerServiceStub,
             )
             try:
                 pages = self._pages(worker, "ListTensors", request, usual)

@@ -37,7 +37,10 @@ def test_a_cluster_loads_under_mtls_before_and_after_a_rotation(tmp_path: Path) 
         ]
 
     running = Cluster(Path("/"), tmp_path, None)
-    running.security = authority.client("ops", "ops.example")
+    # The name is the coordinator's only; workers are asked for their own.
+    running.security = dataclasses.replace(
+        authority.client("ops", "ops.example"), server_name="coordinator.example"
+    )
     try:
         # Secured, the servers may be reached from other machines.
         running.start_coordinator(*options("coordinator"), "--listen=0.0.0.0:0")
