@@ -117,7 +117,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     call.request = decode(raw)
                     await self._admit(call)
                     # gRPC itself cancels a call whose own deadline has passed.
-                    async with asyncio.timeout(MOST_SECONDS):
+                    async with asyncio.timeout(None if call.deadline else MOST_SECONDS):
                         call.response = await behavior(call.request, context)
                 return call.response
             except Exception as error:  # noqa: BLE001 - the boundary of a call
