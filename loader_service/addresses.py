@@ -17,7 +17,9 @@ def split(address: str) -> tuple[str, int]:
         InvalidRequest: it is no such text.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    # Five digits: longer texts are no port, and turning them into numbers could take long.
+    valid = 0 < len(host) <= 255 and host.isprintable() and port.isdecimal() and len(port) <= 5
+    if not valid or int(port) > 65535:
         raise InvalidRequest(f"{address!r} is not HOST:PORT", field="address")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -37,6 +37,9 @@ __all__ = ["Coordinator"]
 
 _log = logging.getLogger(__name__)
 
+MOST_PATH_CHARACTERS = 4096
+"""No file system takes longer paths, and loads carry theirs in every message."""
+
 KEPT_LOADS = 1000
 """Ended loads that stay listed; older ones are forgotten."""
 
@@ -211,6 +214,10 @@ class Coordinator:
         self._check_quota(owner)
         if not path:
             raise InvalidRequest("path is missing", field="path")
+        if len(path) > MOST_PATH_CHARACTERS:
+            raise InvalidRequest(
+                f"path is longer than {MOST_PATH_CHARACTERS} characters", field="path"
+            )
         if not 1 <= tp <= MAX_TP:
             raise InvalidRequest(f"tp must be between 1 and {MAX_TP}, not {tp}", field="tp")
         if wait_seconds < 0:

@@ -21,6 +21,8 @@ from loader_service.version import PROTOCOL_VERSION
 
 __all__ = ["WorkerRecord", "WorkerRegistry"]
 
+MOST_NAME_CHARACTERS = 256
+
 KEPT_LOST = 1000
 """Lost workers that stay listed."""
 
@@ -158,6 +160,14 @@ class WorkerRegistry:
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
                 raise InvalidRequest(f"{field} is missing", field=field)
+        for field in ("worker_id", "incarnation", "host", "device", "package_version"):
+            # They stand in logs and tables, on one line.
+            text = getattr(request, field)
+            if len(text) > MOST_NAME_CHARACTERS or not text.isprintable():
+                raise InvalidRequest(
+                    f"{field} must be printable and at most {MOST_NAME_CHARACTERS} characters long",
+                    field=field,
+                )
         addresses.split(request.address)
         if request.incarnation in self._superseded[request.worker_id]:
             raise WorkerSuperseded(

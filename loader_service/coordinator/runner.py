@@ -85,6 +85,7 @@ class LoadRunner:
         self._stream = stream
         self._clients: list[WorkerClient] = []
         self._work: asyncio.Task[None] | None = None
+        self._ended = False
         self._cause: LoaderError | None = None
 
     async def run(self) -> None:
@@ -93,9 +94,11 @@ class LoadRunner:
         if self._cause is not None:
             self._work.cancel()
         await asyncio.wait([self._work])
-        if self._work.cancelled():
+        # A finished task keeps its frames alive through its exception, and they the whole plan.
+        work, self._work, self._ended = self._work, None, True
+        if work.cancelled():
             error = self._cause or LoadCancelled(f"load {self.record.load_id} was cancelled")
-        elif (raised := self._work.exception()) is None:
+        elif (raised := work.exception()) is None:
             return
         elif isinstance(raised, LoaderError):
             error = self._cause or raised
@@ -106,11 +109,13 @@ class LoadRunner:
         await self.release()
         cancelled = isinstance(error, LoadCancelled)
         state = LoadState.LOAD_STATE_CANCELLED if cancelled else LoadState.LOAD_STATE_FAILED
+        # The record keeps the error for long; where it was raised is of no use there.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         self.record.end(state, None if cancelled else error)
 
     def fail(self, cause: LoaderError) -> None:
         """End the load because of something that happened elsewhere; the first cause is kept."""
-        if self._cause is not None or (self._work is not None and self._work.done()):
+        if self._cause is not None or self._ended:
             return
         self._cause = cause
         if self._work is not None:

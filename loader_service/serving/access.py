@@ -217,7 +217,7 @@ def read_access_file(path: str) -> _Identities:
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # also a number of thousands of digits
         raise _invalid(path, str(error)) from error
     unknown = document.keys() - {"identity", "kubernetes"}
     if unknown:

@@ -7,6 +7,7 @@ of reported trouble, see the cases of the project.
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 
 from loader_service.channel import from_rpc_error
 from loader_service.client import AsyncLoaderClient, LoaderClient
+from loader_service.coordinator.planning import PlannedLoad
 from loader_service.errors import (
     Conflict,
     DeadlineExceeded,
@@ -163,6 +165,24 @@ async def test_the_first_failure_ends_every_watch_and_blames_its_rank(
         failed, cancelled = types_pb2.RANK_STATE_FAILED, types_pb2.RANK_STATE_CANCELLED
         assert [rank.state for rank in ended.ranks] == [cancelled, cancelled, failed, cancelled]
     assert plane.holding == {}
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+async def test_a_load_that_ended_keeps_its_plan_no_longer(
+    plane: ControlPlane, client: AsyncLoaderClient, model: Path, end: str
+) -> None:
+    """An error would hold on to the frames that it was raised in, and they to the plan."""
+    load = await begin(client)
+    stream = await plane.next_stream()
+    if end == "failed":
+        stream.fail(WorkerLost("the connection to 'w1' broke", worker_id="w1"))
+        await last_of(client, load.load_id)
+    else:
+        await client.cancel(load.load_id)
+    gc.collect()
+    # By type(): isinstance() asks some of the objects, which do not like it.
+    plans = [each.plan.path for each in gc.get_objects() if type(each) is PlannedLoad]
+    assert str(model) not in plans
 
 
 async def test_what_a_worker_raises_is_the_failure_that_clients_read(

@@ -50,7 +50,7 @@ from tests.certificates import (
     write_token,
 )
 from tests.checkpoints import random_tensor, write_file
-from tests.control_plane import ControlPlane, control_plane
+from tests.control_plane import ControlPlane, control_plane, registration
 
 MAY = {
     "viewer": {
@@ -415,6 +415,7 @@ async def test_a_changed_access_file_counts_at_the_next_call(
         (identity("a", "viewer", certificate="x") * 2, "the same certificate"),
         (identity("a", "viewer", service_account="ns:name"), "[kubernetes]"),
         ("[[identity]]\nname = 1", "texts only"),
+        (f"[[identity]]\nname = {'1' * 5000}", "4300"),
         (identity("a", "viewer", certificate="x") + "[kubernetes]\nurl = 'x'", "audience"),
     ],
 )
@@ -517,7 +518,7 @@ def test_options_that_mean_nothing_without_others_are_refused(options: dict[str,
         "%2e%2e/outside",
         "..%2foutside",
         "inside\0/../../outside",
-        "a" * 5000,
+        "a" * 4000,
         "~root",
         "file:///etc/passwd",
     ],
@@ -547,6 +548,28 @@ async def test_no_path_leaves_the_model_root(tmp_path: Path, path: str) -> None:
 
 
 # ---------------------------------------------------------------- sizes and numbers
+
+
+async def test_names_and_paths_are_short_and_on_one_line(tmp_path: Path) -> None:
+    """They stand in logs, where a line break would forge lines, and in every list."""
+    async with control_plane(tmp_path) as plane, AsyncLoaderClient(plane.address) as client:
+        for field, value in (
+            ("worker_id", "evil\n2026-12-01 INFO all is well"),
+            ("worker_id", "x" * 257),
+            ("host", "h" * (1 << 20)),
+            ("device", "\x1b[31m"),
+            ("address", "a\nb:1"),
+            ("address", f"h:{'9' * 5000}"),
+        ):
+            request = registration("w0")
+            setattr(request, field, value)
+            with pytest.raises(InvalidRequest) as caught:
+                await plane.coordinator.register(request)
+            assert caught.value.metadata["field"] == field
+        with pytest.raises(InvalidRequest, match="path is longer"):
+            await client.load("p" * (2 << 20))
+        assert await client.list_workers() == []
+        assert await client.list_loads() == []
 
 
 async def test_metadata_over_the_limit_is_refused(tmp_path: Path) -> None:
