@@ -110,7 +110,10 @@ class Coordinator:
             runner = self._runners.get(load.load_id)
             if runner is None or is_terminal(runner.record.state):
                 release.append(load.load_id)
-            elif load.state == WorkerLoadState.WORKER_LOAD_STATE_FAILED:
+            elif (
+                load.state == WorkerLoadState.WORKER_LOAD_STATE_FAILED
+                and record.load_id == load.load_id
+            ):
                 reported = load.failure
                 failure = from_fields(reported.reason, reported.message, reported.metadata)
                 # A worker that lost the streamer only sees what follows from the first cause.

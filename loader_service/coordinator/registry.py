@@ -107,15 +107,17 @@ class WorkerRegistry:
         )
 
     def rival(self, request: coordinator_pb2.RegisterWorkerRequest) -> WorkerRecord | None:
-        """Return another life of the registering worker whose lease still runs.
+        """Return another process of the registering worker's name whose lease still runs.
 
-        It may be a process that was killed and started again within its lease, or two processes may
+        That is another life, or the same one said to be at another address. It may be a process that was killed and started again within its lease, or two processes may
         have been given one name: only asking it can tell.
         """
         record = self._workers.get(request.worker_id)
         if record is None or record.lost:
             return None
-        return record if record.registration.incarnation != request.incarnation else None
+        known = record.registration
+        same = (known.incarnation, known.address) == (request.incarnation, request.address)
+        return None if same else record
 
     def register(
         self, request: coordinator_pb2.RegisterWorkerRequest, now: float, wall_time: float

@@ -23,7 +23,9 @@ class RequestReplay:
 
     def __init__(self) -> None:
         """Start without a memory."""
-        self._answers: OrderedDict[str, tuple[bytes, asyncio.Task[Message]]] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, str], tuple[bytes, asyncio.Task[Message]]] = (
+            OrderedDict()
+        )
 
     async def answer(
         self,
@@ -50,7 +52,7 @@ class RequestReplay:
         """
         if not request_id:
             return await work()
-        key = f"{identity}/{request_id}"
+        key = (identity, request_id)
         fingerprint = type(request).__name__.encode() + request.SerializeToString(
             deterministic=True
         )
@@ -70,11 +72,15 @@ class RequestReplay:
         # The same request type has the same answer type.
         return cast("_Response", await asyncio.shield(task))
 
-    def _settle(self, key: str, done: asyncio.Task[Message]) -> None:
+    def _settle(self, key: tuple[str, str], done: asyncio.Task[Message]) -> None:
         if done.cancelled() or done.exception() is not None:
             del self._answers[key]
-        while len(self._answers) > _REMEMBERED:
-            self._answers.popitem(last=False)
+        if len(self._answers) <= _REMEMBERED:
+            return
+        # What is still at work is never forgotten, or a repetition would begin it twice.
+        finished = [key for key, (_, task) in self._answers.items() if task.done()]
+        for old in finished[: max(0, len(finished) - _REMEMBERED)]:
+            del self._answers[old]
 
 
 async def _as_coroutine(work: Callable[[], Awaitable[_Response]]) -> Message:

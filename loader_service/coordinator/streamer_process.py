@@ -45,7 +45,12 @@ class StreamerProcess:
     async def run(self) -> None:
         """Keep the streamer alive until cancelled; then it ends by itself."""
         while True:
-            process, reader, writer = await self._start()
+            try:
+                process, reader, writer = await self._start()
+            except OSError as error:
+                _log.error("the streamer cannot be started: %s; trying again", error)
+                await asyncio.sleep(RESTART_SECONDS)
+                continue
             self._writer = writer
             self._ready.set()
             try:

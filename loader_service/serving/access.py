@@ -217,7 +217,7 @@ def read_access_file(path: str) -> _Identities:
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # also a number of thousands of digits
+    except (OSError, ValueError, RecursionError) as error:  # also numbers and lists without end
         raise _invalid(path, str(error)) from error
     unknown = document.keys() - {"identity", "kubernetes"}
     if unknown:

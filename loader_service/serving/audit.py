@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import grpc
 __all__ = ["AuditLog"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_CHARACTERS, _MOST_VALUES = 256, 64
+"""Longer texts and lists are cut: callers choose them, and the log must not grow by their choice."""
 
 _FIELDS = ("load_id", "worker_id", "path", "tp", "worker_ids", "address")
 
@@ -31,7 +35,7 @@ class AuditLog:
         """
         self._path = Path(path) if path else None
         if self._path is not None:
-            self._path.touch(mode=0o600)
+            os.close(_open_private(str(self._path), os.O_WRONLY | os.O_CREAT))
 
     def write(
         self,
@@ -59,7 +63,7 @@ class AuditLog:
         for field in _FIELDS:
             value = getattr(request, field, None)
             if value:
-                entry[field] = value if isinstance(value, str | int) else list(value)
+                entry[field] = _cut(value)
         # A load gets its name from the answer.
         if load := getattr(response, "load", None):
             entry["load_id"] = load.load_id
@@ -68,7 +72,20 @@ class AuditLog:
             _log.info("%s", line)
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
                 file.write(f"{line}\n")
         except OSError as error:
             _log.error("the audit log cannot be written: %s; %s", error, line)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open for nobody but the owner, also when the file was moved away and is made anew."""
+    return os.open(path, flags, 0o600)
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        return value[:_MOST_CHARACTERS]
+    return [text[:_MOST_CHARACTERS] for text in value[:_MOST_VALUES]]

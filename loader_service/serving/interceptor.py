@@ -41,8 +41,8 @@ LEAST_SECONDS = 0.005
 MOST_SECONDS = 600.0
 """How long a unary call may take that has no deadline of its own."""
 
-_QUIET = ("/grpc.health.v1.Health/", "/loader_service.v1.CoordinatorService/Heartbeat")
-"""Calls that come all the time; they are logged for debugging only."""
+_QUIET = "/loader_service.v1.CoordinatorService/Heartbeat"
+"""Comes all the time; it is logged for debugging only."""
 
 _SHAPES: dict[
     tuple[bool, bool], tuple[str, str, Callable[..., grpc.RpcMethodHandler[Any, Any]]]
@@ -93,8 +93,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wrap the method's handler; methods that nobody serves have none."""
         handler = await continuation(details)
-        if handler is None:
-            return None
+        # Probes need no identity, and their handlers write for themselves.
+        if handler is None or details.method in OPEN_METHODS:
+            return handler
         kind, attribute, make_handler = _SHAPES[
             handler.request_streaming, handler.response_streaming
         ]
@@ -146,8 +147,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Find out who calls, and refuse what they may not do or have no time for."""
         if call.deadline is not None and call.deadline - time.monotonic() < LEAST_SECONDS:
             raise DeadlineExceeded("the deadline leaves no time to do anything")
-        if call.method in OPEN_METHODS:
-            return
         call.identity = LOCAL
         if self._access is not None:
             call.identity = await self._access.identify(_certificate_names(call), _token(call))
@@ -183,7 +182,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             seconds = time.monotonic() - call.started
             self._metrics.call_ended(call.kind, call.method, code, seconds)
             _access_log.log(
-                logging.DEBUG if call.method.startswith(_QUIET) else logging.INFO,
+                logging.DEBUG if call.method == _QUIET else logging.INFO,
                 "%s %s%s %.1f ms identity=%s peer=%s request=%s",
                 call.method.rpartition("/")[2],
                 code.name,
@@ -201,7 +200,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     request_id=call.request_id,
                     code=code,
                     reason=reason,
-                    request=call.request,
+                    # Of somebody unknown nothing is kept: they could fill the disk with it.
+                    request=None if call.identity is _NOBODY else call.request,
                     response=call.response,
                 )
 
@@ -253,12 +253,19 @@ def _all_decoded(decode: Any) -> Callable[[AsyncIterator[bytes]], AsyncIterator[
 
 
 def _certificate_names(call: _Call) -> list[str]:
-    """Return the names in the caller's certificate, which TLS has verified."""
+    """Return the names in the caller's certificate, which TLS has verified.
+
+    Host names and URIs of the subject alternative name; the common name only where there is neither,
+    since authorities check it less (RFC 6125, 6.4.4).
+    """
     properties = call.context.auth_context()
-    names = []
-    for key in ("x509_subject_alternative_name", "x509_common_name"):
-        names += [name.decode("utf-8", "replace") for name in properties.get(key, ())]
-    return names
+
+    def texts(key: str) -> list[str]:
+        return [name.decode("utf-8", "replace") for name in properties.get(key, ())]
+
+    # With its scheme a URI cannot be taken for a host.
+    uris = [uri for uri in texts("peer_uri") if "://" in uri]
+    return texts("peer_dns") + uris or texts("x509_common_name")
 
 
 def _token(call: _Call) -> str:

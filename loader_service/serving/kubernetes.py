@@ -14,6 +14,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ REVIEW_SECONDS = 5.0
 REMEMBER_SECONDS = 60.0
 """How long an answer counts; a token that is revoked meanwhile still works for this long."""
 
+_THREADS, _MOST_WAITING = 4, 64
 _MOST_REMEMBERED = 4096
 _MOST_TOKEN_CHARACTERS = 8192
 _POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -54,6 +56,9 @@ class TokenReviewer:
         self._ca_cert = ca_cert or str(_POD / "ca.crt")
         self._token_file = Path(token_file or _POD / "token")
         self._answers: dict[str, tuple[float, str]] = {}
+        # Threads of its own: an API server that does not answer must not hold up heartbeats and plans.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="review")
+        self._waiting = 0
 
     async def review(self, token: str) -> str:
         """Return `NAMESPACE:NAME` of the service account that holds `token`, or an empty text."""
@@ -64,12 +69,19 @@ class TokenReviewer:
         known = self._answers.get(key)
         if known and known[0] > now:
             return known[1]
+        if self._waiting >= _MOST_WAITING:
+            _log.warning("a token was not reviewed: %d others wait", self._waiting)
+            return ""
+        self._waiting += 1
         try:
-            account = await asyncio.to_thread(self._ask, token)
+            loop = asyncio.get_running_loop()
+            account = await loop.run_in_executor(self._threads, self._ask, token)
         except (OSError, ValueError) as error:
             # Not remembered: the API server may be back at the next call.
             _log.error("a token could not be reviewed: %s", error)
             return ""
+        finally:
+            self._waiting -= 1
         if len(self._answers) >= _MOST_REMEMBERED:
             self._answers.clear()
         self._answers[key] = (now + REMEMBER_SECONDS, account)

@@ -6,6 +6,7 @@ The gRPC metrics have the names of the grpc-ecosystem set, so that existing dash
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -16,6 +17,7 @@ from loader_service.version import __version__
 
 __all__ = ["Metrics"]
 
+REQUEST_SECONDS = 5
 _LABELS = ("grpc_type", "grpc_service", "grpc_method")
 
 
@@ -63,6 +65,9 @@ class Metrics:
             raise ServiceUnavailable(
                 f"cannot listen at {listen}: {error.strerror}", reason="CANNOT_LISTEN"
             ) from error
+        # A connection that asks for nothing would keep its thread for ever.
+        handler: Any = server.RequestHandlerClass
+        handler.timeout = REQUEST_SECONDS
         return addresses.join(host, server.server_port)
 
 

@@ -201,6 +201,20 @@ async def test_what_a_worker_raises_is_the_failure_that_clients_read(
     assert ended.ranks[1].state == types_pb2.RANK_STATE_FAILED
 
 
+async def test_a_worker_cannot_fail_a_load_that_it_has_no_part_in(
+    plane: ControlPlane, client: AsyncLoaderClient
+) -> None:
+    load = await begin(client, 1, worker_ids=["w0"])
+    stream = await plane.next_stream()
+    report = coordinator_pb2.WorkerLoad(
+        load_id=load.load_id, state=types_pb2.WORKER_LOAD_STATE_FAILED
+    )
+    report.failure.reason = "DIGEST_MISMATCH"
+    await plane.heartbeat("w3", report)
+    stream.finish()
+    assert (await last_of(client, load.load_id)).state == types_pb2.LOAD_STATE_SUCCEEDED
+
+
 async def test_two_loads_cannot_have_one_worker(
     plane: ControlPlane, client: AsyncLoaderClient
 ) -> None:
@@ -223,6 +237,9 @@ async def test_the_same_registration_again_is_fine_and_another_process_is_refuse
         await plane.coordinator.register(registration("w0", "life-2"))
     assert caught.value.reason == "WORKER_ID_TAKEN"
     assert "w0:1" in caught.value.message
+    # Nor can the same life be said to be elsewhere while it answers where it was.
+    with pytest.raises(Conflict):
+        await plane.coordinator.register(registration("w0", "life-1", address="elsewhere:1"))
     assert (await client.get_worker("w0")).incarnation == "life-1"
 
 

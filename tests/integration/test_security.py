@@ -435,6 +435,9 @@ async def test_health_is_open_and_reflection_is_not(tokens: ControlPlane) -> Non
         health: Any = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflected_services(channel)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -719,6 +722,26 @@ async def test_changes_and_refused_attempts_are_in_the_audit_log(
     assert log.stat().st_mode & 0o077 == 0
     assert len(log.read_text().splitlines()) == 2
     assert "token-of" not in log.read_text()
+
+
+async def test_nobody_fills_the_disk_through_the_audit_log(tmp_path: Path, access: str) -> None:
+    log = tmp_path / "audit.jsonl"
+    serving = ServingOptions(access_file=access, audit_log=str(log))
+    request = coordinator_pb2.LoadRequest(path="\x01" * (1 << 20), tp=1)
+    async with (
+        control_plane(tmp_path, serving=serving) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        for metadata in ((), (("authorization", "Bearer token-of-operator"),)):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Load(request, metadata=metadata)
+            log.rename(tmp_path / "rotated")
+            assert (tmp_path / "rotated").stat().st_size < 3000
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Load(request)
+    # Made anew, it is as private as before.
+    assert log.stat().st_mode & 0o077 == 0
 
 
 async def test_calls_are_counted_for_prometheus(tmp_path: Path) -> None:

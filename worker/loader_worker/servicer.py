@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc.aio
 
-from loader_service.errors import InvalidRequest
+from loader_service.errors import InvalidRequest, LoadNotFound
 from loader_service.serving.paging import paginate
 from loader_service.stream.threads import run_in_thread
 from loader_service.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from loader_worker.manifest import parse_manifest
-from loader_worker.store import WeightTensor
+from loader_worker.store import WeightNotFoundError, WeightTensor
 from loader_worker.worker import Worker
 
 __all__ = ["WorkerServicer"]
@@ -70,18 +70,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """List the store's tensors; digests are computed from the device's memory."""
         session = self._worker.committed(request.load_id)
         store = self._worker.store
-        tensors, token = paginate(
-            store.names(),
-            str,
-            lambda name: _tensor_slice(store.get(name)),
-            request,
-            default=DEFAULT_PAGE,
-            maximum=MAX_PAGE,
-        )
-        if request.include_sha256:
-            for tensor in tensors:
-                weight = store.get(tensor.name)
-                tensor.sha256 = await run_in_thread(self._worker.threads, self._sha256, weight)
+        try:
+            tensors, token = paginate(
+                store.names(),
+                str,
+                lambda name: _tensor_slice(store.get(name)),
+                request,
+                default=DEFAULT_PAGE,
+                maximum=MAX_PAGE,
+            )
+            if request.include_sha256:
+                for tensor in tensors:
+                    weight = store.get(tensor.name)
+                    tensor.sha256 = await run_in_thread(self._worker.threads, self._sha256, weight)
+        except WeightNotFoundError as error:
+            # Unloaded while its slices were hashed.
+            raise LoadNotFound(
+                f"load {request.load_id} was given back meanwhile", load_id=request.load_id
+            ) from error
         return worker_pb2.ListTensorsResponse(
             rank=session.manifest.rank, tensors=tensors, next_page_token=token
         )
