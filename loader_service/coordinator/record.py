@@ -12,6 +12,7 @@ from loader_service.clock import Clock
 from loader_service.coordinator.planning import PlannedLoad
 from loader_service.errors import LoaderError, WrongState
 from loader_service.serving.status import failure_message
+from loader_service.texts import MOST_NAME_BYTES, cut, short_warnings
 from loader_service.v1 import types_pb2
 from loader_service.v1.types_pb2 import LoadState, RankState
 
@@ -295,14 +296,14 @@ class LoadRecord:
             load_id=self.load_id,
             state=self.state,
             path=self.path,
-            architecture=self._architecture,
+            architecture=cut(self._architecture, MOST_NAME_BYTES),
             tp=self.tp,
             replicas=1,
             source_bytes=self._source_bytes,
             wire_bytes=sum(rank.total_bytes for rank in self._ranks),
             resident_bytes=sum(rank.resident_bytes for rank in self._ranks),
             ranks=[self._rank_message(number, rank) for number, rank in enumerate(self._ranks)],
-            warnings=self._warnings,
+            warnings=short_warnings(self._warnings),
             revision=self._revision,
             progress=self._progress(),
             owner=self.owner,

@@ -24,6 +24,7 @@ from loader_service.plan.slices import TensorPlan
 from loader_service.plan.tied import TiedHeadPolicy
 from loader_service.serving.access import METHOD_ROLES, caller, require
 from loader_service.serving.paging import paginate
+from loader_service.texts import MOST_NAME_BYTES, cut, short_warnings
 from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 __all__ = ["CoordinatorServicer"]
@@ -100,11 +101,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         )
         return coordinator_pb2.InspectCheckpointResponse(
             path=checkpoint.path,
-            architecture=checkpoint.architecture,
+            architecture=cut(checkpoint.architecture, MOST_NAME_BYTES),
             tensor_count=len(checkpoint.catalog),
             payload_bytes=checkpoint.catalog.payload_bytes,
             files=list(checkpoint.catalog.files),
-            warnings=checkpoint.warnings,
+            warnings=short_warnings(checkpoint.warnings),
             tensors=tensors,
             next_page_token=token,
         )
@@ -144,11 +145,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             )
         response = coordinator_pb2.PlanLoadResponse(
             path=plan.path,
-            architecture=plan.architecture,
+            architecture=cut(plan.architecture, MOST_NAME_BYTES),
             tp=plan.tp,
             source_bytes=planned.source_bytes,
             tied_head_present=plan.tied_head_present,
-            warnings=plan.warnings,
+            warnings=short_warnings(plan.warnings),
             ranks=_rank_plans(planned),
             tensors=tensors,
             next_page_token=token,

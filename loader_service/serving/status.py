@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
@@ -10,20 +12,50 @@ from grpc_status import rpc_status
 
 from loader_service import errors
 from loader_service.channel import FAILURE_KEY
-from loader_service.errors import LoaderError
+from loader_service.errors import CLASS_KEY, LoaderError
+from loader_service.texts import cut
 from loader_service.v1 import types_pb2
 
 __all__ = ["failure_message", "trailing_metadata"]
 
-_MESSAGE_CHARACTERS = 1000
-_VALUE_CHARACTERS = 250
-"""Longer texts are cut: gRPC refuses trailing metadata of more than 8 KiB, and would lose the error."""
+_MESSAGE_BYTES = 800
+_VALUE_BYTES = 250
+_FACTS_BYTES = 900
+"""Longer texts are cut: gRPC refuses trailing metadata of more than 8 KiB, and would lose the error.
+
+The message travels three times and may be written in percent signs (three bytes for one), the facts
+travel twice, and everything but the message in base64 (four bytes for three).
+"""
+
+_FIRST_FACTS = (CLASS_KEY, "field", "valid_tp")
+"""What programs need; the other facts get the room that is left."""
 
 
 def failure_message(error: LoaderError) -> types_pb2.Failure:
-    """Return the message of an error, also of one that a load keeps."""
+    """Return the message of an error, also of one that a load keeps.
+
+    It is short whatever the error quotes: names in a checkpoint can have megabytes, and a load that
+    told of them could not be listed any more, nor any other with it.
+    """
     reason, message, metadata = errors.to_fields(error)
-    return types_pb2.Failure(reason=reason, message=message, metadata=metadata)
+    return types_pb2.Failure(
+        reason=cut(reason, _VALUE_BYTES),
+        message=cut(message, _MESSAGE_BYTES),
+        metadata=_fitting(metadata),
+    )
+
+
+def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:
+    first = [key for key in _FIRST_FACTS if key in metadata]
+    room = _FACTS_BYTES
+    facts = {}
+    for key in (*first, *(key for key in metadata if key not in first)):
+        value = cut(metadata[key], _VALUE_BYTES)
+        size = len(key.encode()) + len(value.encode())
+        if size <= room:
+            facts[key] = value
+            room -= size
+    return facts
 
 
 def trailing_metadata(
@@ -35,9 +67,6 @@ def trailing_metadata(
     and a `Failure` that callers read without the packages of googleapis.
     """
     failure = failure_message(error)
-    failure.message = _cut(failure.message, _MESSAGE_CHARACTERS)
-    for key, value in list(failure.metadata.items()):
-        failure.metadata[key] = _cut(value, _VALUE_CHARACTERS)
     details: list[Message] = [
         error_details_pb2.ErrorInfo(
             reason=failure.reason, domain=errors.ERROR_DOMAIN, metadata=failure.metadata
@@ -45,7 +74,7 @@ def trailing_metadata(
     ]
     if field := failure.metadata.get("field"):
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=field, description=failure.message, reason=failure.reason
+            field=field, description=cut(failure.message, _VALUE_BYTES), reason=failure.reason
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     status = status_pb2.Status(
@@ -65,7 +94,3 @@ def _any(detail: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)
     return packed
-
-
-def _cut(text: str, characters: int) -> str:
-    return text if len(text) <= characters else f"{text[: characters - 1]}…"
