@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 from loader_service.errors import InvalidRequest
 
 __all__ = ["is_loopback", "is_wildcard", "join", "local_address_towards", "parse_ports", "split"]
+
+_NAME = re.compile(r"[\w.-]{1,253}|\*")
 
 
 def split(address: str) -> tuple[str, int]:
@@ -18,10 +21,27 @@ def split(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     # Five digits: longer texts are no port, and turning them into numbers could take long.
-    valid = 0 < len(host) <= 255 and host.isprintable() and port.isdecimal() and len(port) <= 5
+    host = host.removeprefix("[").removesuffix("]")
+    valid = _is_host(host) and port.isdecimal() and len(port) <= 5
     if not valid or int(port) > 65535:
-        raise InvalidRequest(f"{address!r} is not HOST:PORT", field="address")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+        raise InvalidRequest(f"{address[:300]!r} is not HOST:PORT", field="address")
+    return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Whether this is a name or an address, and none of gRPC's `unix:`, `dns:` and the like.
+
+    Workers say where the coordinator is to call them; that must not be a socket file on its machine
+    or a name server of their choice.
+    """
+    return bool(_NAME.fullmatch(host)) or _ip(host) is not None
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host) if host.isprintable() and len(host) <= 64 else None
+    except ValueError:
+        return None
 
 
 def join(host: str, port: int) -> str:
@@ -50,15 +70,14 @@ def parse_ports(text: str) -> range | None:
 
 def is_wildcard(host: str) -> bool:
     """Say whether a host means every local address, which nobody else can connect to."""
-    return host in ("", "0.0.0.0", "::", "*")
+    ip = _ip(host)
+    return host == "*" if ip is None else ip.is_unspecified
 
 
 def is_loopback(host: str) -> bool:
     """Say whether a host can only be reached from the same machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
 
 
 def local_address_towards(host: str, port: int) -> str:

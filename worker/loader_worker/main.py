@@ -14,7 +14,7 @@ from loader_kernels.device import Device
 from loader_kernels.devices import open_device
 from loader_service import addresses
 from loader_service.channel import AsyncEndpoint
-from loader_service.errors import LoaderError
+from loader_service.errors import InvalidRequest, LoaderError
 from loader_service.logs import log_to_stderr
 from loader_service.serving.options import (
     add_serving_arguments,
@@ -57,7 +57,8 @@ async def serve(options: argparse.Namespace, device: Device) -> None:
         servicer = WorkerServicer(worker, host)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         _, port = addresses.split(await server.start(listen))
-        address = options.advertise or addresses.join(host, port)
+        _, advertised = addresses.split(options.advertise or listen)
+        address = addresses.join(host, advertised or port)
         print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)  # noqa: T201 - launchers read it
         agent = Agent(worker, coordinator, address)
         membership = asyncio.create_task(agent.run())
@@ -79,7 +80,10 @@ async def serve(options: argparse.Namespace, device: Device) -> None:
 def _advertised_host(options: argparse.Namespace, listen: str) -> str:
     """Return the host that others reach this worker at; never a wildcard."""
     if options.advertise:
-        return addresses.split(options.advertise)[0]
+        host, _ = addresses.split(options.advertise)
+        if addresses.is_wildcard(host):
+            raise InvalidRequest(f"nobody can connect to {host}", field="advertise")
+        return host
     host, _ = addresses.split(listen)
     if not addresses.is_wildcard(host):
         return host
