@@ -230,8 +230,9 @@ def read_access_file(path: str) -> _Identities:
     entries = document.get("identity", [])
     if not isinstance(entries, list) or not entries:
         raise _invalid(path, "it names no [[identity]]")
+    roles: dict[str, Role] = {}
     for entry in entries:
-        _take(path, entry, proofs)
+        _take(path, entry, proofs, roles)
     reviewer = _reviewer(path, document.get("kubernetes"))
     if proofs["service_account"] and reviewer is None:
         raise _invalid(path, "service accounts need a [kubernetes] section")
@@ -240,7 +241,9 @@ def read_access_file(path: str) -> _Identities:
     )
 
 
-def _take(path: str, entry: Any, proofs: Mapping[str, dict[str, Identity]]) -> None:
+def _take(
+    path: str, entry: Any, proofs: Mapping[str, dict[str, Identity]], roles: dict[str, Role]
+) -> None:
     if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
         raise _invalid(path, "an [[identity]] holds texts only")
     name = entry.get("name", "")
@@ -256,6 +259,9 @@ def _take(path: str, entry: Any, proofs: Mapping[str, dict[str, Identity]]) -> N
         role = Role(entry.get("role", ""))
     except ValueError:
         raise _invalid(path, f"identity {name!r}: role is one of {', '.join(Role)}") from None
+    # Several entries may prove one identity, for example while its token is replaced.
+    if roles.setdefault(name, role) is not role:
+        raise _invalid(path, f"identity {name!r} has two roles, {roles[name]} and {role}")
     (proof,) = given
     value = entry[proof].lower() if proof == "token_sha256" else entry[proof]
     if proof == "token_sha256" and (len(value) != 64 or set(value) - set("0123456789abcdef")):
@@ -278,7 +284,10 @@ def _reviewer(path: str, section: Any) -> TokenReviewer | None:
         raise _invalid(
             path, f"[kubernetes] holds audience and, if need be, {', '.join(sorted(keys))}"
         )
-    return TokenReviewer(**section)
+    try:
+        return TokenReviewer(**section)
+    except ValueError as error:
+        raise _invalid(path, f"[kubernetes]: {error}") from None
 
 
 def _invalid(path: str, what: str) -> InvalidRequest:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import http.client
 import json
 import logging
 import os
 import ssl
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from loader_service import addresses
 
 __all__ = ["TokenReviewer"]
 
@@ -29,6 +31,7 @@ REMEMBER_SECONDS = 60.0
 _THREADS, _MOST_WAITING = 4, 64
 _MOST_REMEMBERED = 4096
 _MOST_TOKEN_CHARACTERS = 8192
+_MOST_ANSWER_BYTES = 1 << 20
 _POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PREFIX = "system:serviceaccount:"
 
@@ -47,11 +50,17 @@ class TokenReviewer:
             ca_cert: PEM file of the API server's authority; empty is the pod's.
             token_file: token of this process itself, which needs `system:auth-delegator`; empty is
                 the pod's.
+
+        Raises:
+            ValueError: `api_server` is no https:// URL; tokens are sent to it.
         """
         host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
-        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        server = api_server or f"https://{host}:{port}"
-        self._url = f"{server}/apis/authentication.k8s.io/v1/tokenreviews"
+        port = int(os.environ.get("KUBERNETES_SERVICE_PORT", "443"))
+        url = urllib.parse.urlsplit(api_server or f"https://{addresses.join(host, port)}")
+        if url.scheme != "https" or not url.hostname:
+            raise ValueError("api_server is an https:// URL")
+        self._host, self._port = url.hostname, url.port or 443
+        self._url = f"{url.path.rstrip('/')}/apis/authentication.k8s.io/v1/tokenreviews"
         self._audience = audience
         self._ca_cert = ca_cert or str(_POD / "ca.crt")
         self._token_file = Path(token_file or _POD / "token")
@@ -76,7 +85,7 @@ class TokenReviewer:
         try:
             loop = asyncio.get_running_loop()
             account = await loop.run_in_executor(self._threads, self._ask, token)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             # Not remembered: the API server may be back at the next call.
             _log.error("a token could not be reviewed: %s", error)
             return ""
@@ -93,27 +102,33 @@ class TokenReviewer:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [self._audience]},
         }
-        request = urllib.request.Request(  # noqa: S310 - the URL is the operator's
-            self._url,
-            data=json.dumps(review).encode(),
-            headers={
-                "Authorization": f"Bearer {self._token_file.read_text(encoding='ascii').strip()}",
-                "Content-Type": "application/json",
-            },
-        )
+        headers = {
+            "Authorization": f"Bearer {self._token_file.read_text(encoding='ascii').strip()}",
+            "Content-Type": "application/json",
+        }
+        # Straight to the API server: neither a proxy of the environment nor the target of a redirect
+        # may get these tokens.
         context = ssl.create_default_context(cafile=self._ca_cert)
-        with urllib.request.urlopen(  # noqa: S310 - the URL is the operator's
-            request, timeout=REVIEW_SECONDS, context=context
-        ) as answer:
-            return self._account(json.load(answer))
+        connection = http.client.HTTPSConnection(
+            self._host, self._port, timeout=REVIEW_SECONDS, context=context
+        )
+        try:
+            connection.request("POST", self._url, json.dumps(review), headers)
+            answer = connection.getresponse()
+            if answer.status not in (http.HTTPStatus.OK, http.HTTPStatus.CREATED):
+                raise OSError(f"the API server answers {answer.status} {answer.reason}")
+            return self._account(json.loads(answer.read(_MOST_ANSWER_BYTES)))
+        finally:
+            connection.close()
 
     def _account(self, answer: Any) -> str:
-        status = answer.get("status", {})
-        name = str(status.get("user", {}).get("username", ""))
-        if (
-            not status.get("authenticated")
-            or self._audience not in status.get("audiences", ())
-            or not name.startswith(_PREFIX)
-        ):
-            return ""
-        return name.removeprefix(_PREFIX)
+        match answer:
+            case {
+                "status": {
+                    "authenticated": True,
+                    "audiences": [*audiences],
+                    "user": {"username": str(name)},
+                }
+            } if self._audience in audiences and name.startswith(_PREFIX):
+                return name.removeprefix(_PREFIX)
+        return ""

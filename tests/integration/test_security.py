@@ -414,6 +414,10 @@ async def test_a_changed_access_file_counts_at_the_next_call(
         (identity("a", "viewer", token_sha256="secret"), "64 hexadecimal"),
         (identity("a", "viewer", certificate="x") * 2, "the same certificate"),
         (identity("a", "viewer", service_account="ns:name"), "[kubernetes]"),
+        (
+            identity("a", "viewer", certificate="x") + identity("a", "admin", certificate="y"),
+            "two roles, viewer and admin",
+        ),
         ("[[identity]]\nname = 1", "texts only"),
         (f"[[identity]]\nname = {'1' * 5000}", "4300"),
         (identity("a", "viewer", certificate="x") + "[kubernetes]\nurl = 'x'", "audience"),

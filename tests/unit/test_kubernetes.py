@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import ssl
 import threading
 import time
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from loader_service.errors import Unauthenticated
-from loader_service.serving.access import Access
+from loader_service.errors import InvalidRequest, Unauthenticated
+from loader_service.serving.access import Access, read_access_file
 from loader_service.serving.kubernetes import TokenReviewer
 from tests.certificates import Authority, identity, write_access
 
@@ -138,6 +139,90 @@ async def test_a_token_too_long_to_be_one_is_not_sent(
 ) -> None:
     assert await reviewer.review("x" * 100_000) == ""
     assert api.reviews == []
+
+
+def answering(api: ApiServer, status: int, body: bytes, **headers: str) -> None:
+    """Have the API server answer everything alike."""
+
+    def do_POST(handler: _Handler) -> None:
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    api.RequestHandlerClass = type("Fixed", (_Handler,), {"do_POST": do_POST})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no json",
+        b"[]",
+        b'{"status": null}',
+        b'{"status": {"authenticated": true, "user": 1, "audiences": 5}}',
+        json.dumps({"status": {**authenticated(), "authenticated": "true"}}).encode(),
+        b"[" * 100_000,
+        b" " * (2 << 20),
+    ],
+)
+async def test_an_answer_that_is_no_review_lets_nobody_in(
+    api: ApiServer, reviewer: TokenReviewer, body: bytes
+) -> None:
+    answering(api, 201, body)
+    assert await reviewer.review("good") == ""
+
+
+async def test_a_server_that_speaks_no_http_lets_nobody_in(
+    api: ApiServer, reviewer: TokenReviewer
+) -> None:
+    def do_POST(handler: _Handler) -> None:
+        handler.wfile.write(b"nonsense\r\n\r\n")
+
+    api.RequestHandlerClass = type("Silent", (_Handler,), {"do_POST": do_POST})
+    assert await reviewer.review("good") == ""
+
+
+async def test_a_redirect_does_not_take_our_own_token_elsewhere(
+    api: ApiServer, reviewer: TokenReviewer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        port = elsewhere.getsockname()[1]
+        answering(api, 302, b"", Location=f"http://127.0.0.1:{port}/")
+        assert await reviewer.review("good") == ""
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()
+    assert "answers 302" in caplog.text
+
+
+async def test_a_proxy_of_the_environment_is_not_asked(
+    api: ApiServer, reviewer: TokenReviewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    api.answers["good"] = authenticated()
+    assert await reviewer.review("good") == "ml:loader-worker"
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1", "file:///etc/passwd", "10.0.0.1:443", "https:"])
+def test_tokens_are_sent_to_an_https_server_only(url: str, tmp_path: Path) -> None:
+    section = f'[kubernetes]\naudience = "a"\napi_server = "{url}"\n'
+    path = write_access(tmp_path, identity("a", "viewer", certificate="a"), section)
+    with pytest.raises(InvalidRequest, match="https://") as caught:
+        read_access_file(path)
+    assert caught.value.reason == "ACCESS_FILE_INVALID"
+
+
+def test_the_pod_may_have_an_ipv6_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    reviewer = TokenReviewer(AUDIENCE)
+    assert (reviewer._host, reviewer._port) == ("fd00::1", 6443)
 
 
 async def test_service_accounts_have_the_roles_of_the_access_file(
