@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from loader_service import addresses, errors, tls_diagnosis
 from loader_service.channel_security import ChannelSecurity
@@ -26,6 +28,8 @@ __all__ = [
     "SyncEndpoint",
     "from_rpc_error",
 ]
+
+_log = logging.getLogger(__name__)
 
 FAILURE_KEY = "loader-failure-bin"
 """Trailing metadata that carries an error of this project as a `Failure` message."""
@@ -97,13 +101,22 @@ class _Endpoint:
     def stub(self) -> Any:
         """The stub to make the next call with.
 
+        While changed files cannot be used (one of a pair has been replaced already), it is the one
+        before.
+
         Raises:
-            InvalidRequest: FILE_UNREADABLE.
+            InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
         """
         stamp = self.security.stamp()
         if self._stub is None or stamp != self._stamp:
             # Calls under way keep the channel that they began on.
-            channel = self._open()
+            try:
+                channel = self._open()
+            except InvalidRequest as error:
+                if self._stub is None:
+                    raise
+                _log.warning("%s; the last good files stay", error)
+                return self._stub
             self._channels.append(channel)
             self._stub = self._make_stub(channel)
             self._stamp = stamp
@@ -113,7 +126,7 @@ class _Endpoint:
         """Return what every call carries: the bearer token and the request's id, where there are any.
 
         Raises:
-            InvalidRequest: FILE_UNREADABLE.
+            InvalidRequest: FILE_UNREADABLE, or TOKEN_INVALID.
         """
         entries = []
         if token := self.security.token():
@@ -225,7 +238,10 @@ def from_rpc_error(error: grpc.RpcError) -> LoaderError:
     trailing: Any = error.trailing_metadata()
     for key, value in trailing or ():
         if key == FAILURE_KEY:
-            failure = types_pb2.Failure.FromString(value)
+            try:
+                failure = types_pb2.Failure.FromString(value)
+            except DecodeError:
+                break  # Whoever sent this is no server of ours; the status is all that counts.
             return errors.from_fields(failure.reason, failure.message, failure.metadata)
     details = error.details()
     match error.code():

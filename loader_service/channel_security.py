@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import ssl
 from pathlib import Path
 
 import grpc
@@ -11,6 +13,11 @@ from loader_service.errors import InvalidRequest
 from loader_service.file_stamp import file_stamp
 
 __all__ = ["ChannelSecurity"]
+
+_MOST_TOKEN_CHARACTERS = 8192
+"""Servers take 16 KiB of metadata, and no longer token for a service account's."""
+
+_TOKEN = re.compile(rf"[\x21-\x7e]{{1,{_MOST_TOKEN_CHARACTERS}}}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +57,33 @@ class ChannelSecurity:
         """Read the files.
 
         Raises:
-            InvalidRequest: FILE_UNREADABLE.
+            InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
         """
+        for name in (self.ca_cert, self.cert, self.key):
+            _read(name)
+        self._check()
         return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca_cert),
+            # Without any gRPC would trust a list of its own, not the machine's.
+            root_certificates=_read(self.ca_cert or ssl.get_default_verify_paths().cafile or ""),
             private_key=_read(self.key),
             certificate_chain=_read(self.cert),
         )
+
+    def _check(self) -> None:
+        """Refuse files that are no certificates or do not fit; gRPC would only be unavailable."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        names = self.ca_cert
+        try:
+            if self.ca_cert:
+                context.load_verify_locations(self.ca_cert)
+            names = f"{self.cert}, {self.key}"
+            if self.cert:
+                # The empty password refuses an encrypted key; without one OpenSSL would ask for it.
+                context.load_cert_chain(self.cert, self.key, password="")
+        except ssl.SSLError as error:
+            raise InvalidRequest(
+                f"{names}: {error.reason or error}", reason="TLS_FILES_INVALID", field="tls_cert"
+            ) from error
 
     def for_other_servers(self) -> ChannelSecurity:
         """Return the same without `server_name`, which is that of one server."""
@@ -70,10 +97,20 @@ class ChannelSecurity:
         """Read the bearer token; empty without a file.
 
         Raises:
-            InvalidRequest: FILE_UNREADABLE.
+            InvalidRequest: FILE_UNREADABLE, or TOKEN_INVALID.
         """
         text = _read(self.token_file)
-        return text.decode("ascii", "replace").strip() if text else ""
+        if text is None:
+            return ""
+        token = text.decode("ascii", "replace").strip()
+        if not _TOKEN.fullmatch(token):
+            raise InvalidRequest(
+                f"{self.token_file} does not hold a token: up to {_MOST_TOKEN_CHARACTERS} printable "
+                "ASCII characters without a space",
+                reason="TOKEN_INVALID",
+                file=self.token_file,
+            )
+        return token
 
 
 def _read(name: str) -> bytes | None:

@@ -58,7 +58,7 @@ def _explain_tls(
     context.set_alpn_protocols(["h2"])
     try:
         if security.cert:
-            context.load_cert_chain(security.cert, security.key)
+            context.load_cert_chain(security.cert, security.key, password="")
         with context.wrap_socket(connection) as secured:
             expected = security.server_name or host
             names = _names(secured.getpeercert() or {})
@@ -113,7 +113,10 @@ def _client_refused(how: str) -> LoaderError:
 
 
 def _names(certificate: Any) -> list[str]:
-    return [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
+    """Return the certificate's names as gRPC looks at them: the common name only without others."""
+    names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
+    subject = [pair for part in certificate.get("subject", ()) for pair in part]
+    return names or [f"CN:{value}" for key, value in subject if key == "commonName"]
 
 
 def _matches(name: str, expected: str) -> bool:
@@ -123,7 +126,7 @@ def _matches(name: str, expected: str) -> bool:
             return ipaddress.ip_address(value) == ipaddress.ip_address(expected)
         except ValueError:
             return False
-    if kind != "DNS":
+    if kind not in ("DNS", "CN"):
         return False
     value, expected = value.lower(), expected.lower()
     if value.startswith("*."):

@@ -25,6 +25,10 @@ HINTS: Mapping[str, str] = {
     "ACCESS_DENIED": "ask for the role, or use a context of somebody who has it: --context",
     "TOKEN_NEEDS_TLS": "--tls-ca-cert names who signs the coordinator's certificate; --tls trusts this "
     "machine's authorities",
+    "TOKEN_INVALID": "the file named by --token-file (or LOADER_TOKEN_FILE) holds the token and nothing "
+    "else",
+    "TLS_FILES_INVALID": "--tls-ca-cert, --tls-cert and --tls-key name PEM files; the key belongs to the "
+    "certificate and has no passphrase",
     "FILE_UNREADABLE": "`loaderctl config view --show-origin` shows where the name came from",
     "TLS_REQUIRED": "--tls-ca-cert (or LOADER_TLS_CA_CERT) names who signs the server's certificate",
     "TLS_NOT_SPOKEN": "--no-tls leaves TLS out; `loaderctl config view --show-origin` shows who asked "
@@ -104,7 +108,6 @@ WITHOUT_HINT = frozenset(
         "INSECURE_LISTEN",
         "INVALID_MANIFEST",
         "MALFORMED_MESSAGE",
-        "TLS_FILES_INVALID",
         "WORKER_ID_TAKEN",
         "WORKER_SUPERSEDED",
         # A fault of the service: the message is all there is to say.

@@ -57,7 +57,8 @@ class _Files:
         """Read the files and check that they fit."""
         stamp = self._current()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._cert, self._key)
+        # An encrypted key is refused by the empty password; without one OpenSSL would ask for it.
+        context.load_cert_chain(self._cert, self._key, password="")
         authorities = None
         if self._client_ca:
             context.load_verify_locations(self._client_ca)
