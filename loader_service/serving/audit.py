@@ -60,8 +60,10 @@ class AuditLog:
         }
         if reason:
             entry["reason"] = reason
+        # A request of many messages begins with a header.
+        about = getattr(request, "header", request)
         for field in _FIELDS:
-            value = getattr(request, field, None)
+            value = getattr(about, field, None)
             if value:
                 entry[field] = _cut(value)
         # A load gets its name from the answer.

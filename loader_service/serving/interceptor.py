@@ -110,33 +110,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
         return make_handler(behavior, response_serializer=handler.response_serializer)
 
-    def _single(self, method: str, kind: str, decode: Callable[[Any], Any], behavior: Any) -> Any:
+    def _single(self, method: str, kind: str, decode: _Decode, behavior: Any) -> Any:
         async def handle(raw: Any, context: _Context) -> Any:
             call = _Call(method, kind, context)
             try:
                 with self._recorded(call):
-                    call.request = decode(raw)
+                    request = decode(call, raw)
                     await self._admit(call)
                     # gRPC itself cancels a call whose own deadline has passed.
                     async with asyncio.timeout(None if call.deadline else MOST_SECONDS):
-                        call.response = await behavior(call.request, context)
+                        call.response = await behavior(request, context)
                 return call.response
             except Exception as error:  # noqa: BLE001 - the boundary of a call
                 await _abort(context, error)
 
         return handle
 
-    def _streaming(
-        self, method: str, kind: str, decode: Callable[[Any], Any], behavior: Any
-    ) -> Any:
+    def _streaming(self, method: str, kind: str, decode: _Decode, behavior: Any) -> Any:
         async def handle(raw: Any, context: _Context) -> AsyncIterator[Any]:
             call = _Call(method, kind, context)
             try:
                 with self._recorded(call):
-                    call.request = decode(raw)
+                    request = decode(call, raw)
                     await self._admit(call)
                     with self._counted(call.identity):
-                        async for response in behavior(call.request, context):
+                        async for response in behavior(request, context):
                             yield response
             except Exception as error:  # noqa: BLE001 - the boundary of a call
                 await _abort(context, error)
@@ -227,27 +225,33 @@ class _Call:
         self.deadline = None if remaining is None else self.started + remaining
 
 
-def _decoded(decode: Any) -> Callable[[bytes], Any]:
+_Decode = Callable[[_Call, Any], Any]
+
+
+def _decoded(decode: Any) -> _Decode:
     """Return what decodes one message, or refuses it."""
 
-    def work(raw: bytes) -> Any:
+    def work(call: _Call, raw: bytes) -> Any:
         try:
-            return decode(raw)
+            message = decode(raw)
         except DecodeError as error:
             raise InvalidRequest(
                 "the request is not a message of this method", reason="MALFORMED_MESSAGE"
             ) from error
+        # Of many messages the first says what the call is about.
+        call.request = message if call.request is None else call.request
+        return message
 
     return work
 
 
-def _all_decoded(decode: Any) -> Callable[[AsyncIterator[bytes]], AsyncIterator[Any]]:
+def _all_decoded(decode: Any) -> _Decode:
     """Return what decodes a stream of messages, each when it is asked for."""
     decode_one = _decoded(decode)
 
-    async def work(raw: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async def work(call: _Call, raw: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for message in raw:
-            yield decode_one(message)
+            yield decode_one(call, message)
 
     return work
 
