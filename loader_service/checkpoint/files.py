@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loader_service.background import until_cancelled
 from loader_service.checkpoint.catalog import (
     Checkpoint,
     CheckpointFile,
@@ -130,7 +131,7 @@ def read_checkpoint(
         _check_shards_exist(folder, index[0], index_path.name)
     headers = []
     tensor_count = 0
-    for name in names:
+    for name in until_cancelled(names):
         headers.append(read(name))
         tensor_count += len(headers[-1].tensors)
         if tensor_count > max_tensors:

@@ -13,6 +13,7 @@ import json
 import math
 from typing import Any
 
+from loader_service.background import until_cancelled
 from loader_service.checkpoint.dtypes import bits_of
 from loader_service.errors import DataLoss, InvalidCheckpoint
 
@@ -113,7 +114,7 @@ def parse_header(text: bytes, file: str) -> list[HeaderTensor]:
     """
     entries = loads_strict(text, f"header of {file}", reason="INVALID_HEADER")
     _check_metadata(entries.pop(METADATA_KEY, None), file)
-    tensors = [_parse_entry(name, entry, file) for name, entry in entries.items()]
+    tensors = [_parse_entry(name, entry, file) for name, entry in until_cancelled(entries.items())]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end, tensor.name))
     return tensors
 

@@ -8,6 +8,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 
+from loader_service.background import BackgroundThreads
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.checkpoint.files import read_checkpoint
 from loader_service.clock import Clock
@@ -40,6 +41,9 @@ _log = logging.getLogger(__name__)
 MOST_PATH_CHARACTERS = 4096
 """No file system takes longer paths, and loads carry theirs in every message."""
 
+PLANS_AT_ONCE = 4
+"""Loads that are planned at once; planning is work for the one interpreter."""
+
 KEPT_LOADS = 1000
 """Ended loads that stay listed; older ones are forgotten."""
 
@@ -66,6 +70,7 @@ class Coordinator:
         self._runners: OrderedDict[str, LoadRunner] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker_freed = asyncio.Event()
+        self._planners = BackgroundThreads(PLANS_AT_ONCE, "plan")
         self._closing = False
 
     # Workers
@@ -239,7 +244,9 @@ class Coordinator:
             window_bytes=self.settings.window_bytes,
             lease_seconds=self.settings.lease_seconds,
         )
-        runner = LoadRunner(record, request, choose_group, self._connect, self._stream)
+        runner = LoadRunner(
+            record, request, choose_group, self._connect, self._stream, self._planners
+        )
         self._runners[load_id] = runner
         self._start(self._run(runner))
         return record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from loader_service.background import until_cancelled
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.plan.planner import PlanOptions, plan_load
 from loader_service.plan.slices import LoadPlan, RankTotals
@@ -56,12 +57,12 @@ def plan_chunks(
     plan = plan_load(checkpoint, tp, options)
     chunk_bytes = chunk_bytes_for(window_bytes, tp)
     steps = plan_steps(plan, chunk_bytes)
-    chunks = tuple(rank_chunks(steps, rank) for rank in range(tp))
+    chunks = tuple(rank_chunks(steps, rank) for rank in until_cancelled(range(tp)))
     return PlannedLoad(
         plan=plan,
         chunk_bytes=chunk_bytes,
         chunks=chunks,
-        totals=tuple(plan.totals(rank) for rank in range(tp)),
+        totals=tuple(plan.totals(rank) for rank in until_cancelled(range(tp))),
         staging_bytes=tuple(map(staging_bytes, chunks)),
         source_bytes=plan.source_bytes,
     )

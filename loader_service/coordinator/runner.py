@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from loader_service.background import BackgroundThreads
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.coordinator.planning import PlannedLoad, plan_chunks
 from loader_service.coordinator.record import LoadRecord
@@ -68,6 +69,7 @@ class LoadRunner:
         choose_group: Callable[[], Awaitable[Sequence[WorkerRecord]]],
         connect: ConnectWorker,
         stream: Stream,
+        planners: BackgroundThreads,
     ) -> None:
         """Describe the load.
 
@@ -77,12 +79,14 @@ class LoadRunner:
             choose_group: reserves the workers, in rank order; may wait.
             connect: opens a client for a worker.
             stream: runs a job in the streamer.
+            planners: threads to plan in, shared by all loads.
         """
         self.record = record
         self._request = request
         self._choose_group = choose_group
         self._connect = connect
         self._stream = stream
+        self._planners = planners
         self._clients: list[WorkerClient] = []
         self._work: asyncio.Task[None] | None = None
         self._ended = False
@@ -140,7 +144,7 @@ class LoadRunner:
         group = await self._choose_group()
         self.record.set_group([worker.worker_id for worker in group])
         self.record.move_to(LoadState.LOAD_STATE_PLANNING)
-        planned = await asyncio.to_thread(self._plan)
+        planned = await self._planners.run(self._plan)
         self.record.set_plan(planned)
         self.record.move_to(LoadState.LOAD_STATE_PREPARING)
         endpoints = await self._prepare(group, planned)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
+from loader_service.background import BackgroundThreads
 from loader_service.checkpoint.catalog import TensorInfo
 from loader_service.coordinator.admission import admission
 from loader_service.coordinator.coordinator import Coordinator
@@ -32,8 +33,11 @@ __all__ = ["CoordinatorServicer"]
 WATCH_SECONDS = 0.1
 """Least time between two updates of a watched load."""
 
-UPDATES_PER_SECOND = 200
+UPDATES_PER_SECOND = 100
 """Updates that all watchers together get at most; with many of them each hears less often."""
+
+LOOKS_AT_ONCE = 2
+"""Checkpoints that are read at once for callers who only look; loads do not wait for these."""
 
 DEFAULT_TENSORS, MAX_TENSORS = 1000, 10_000
 DEFAULT_RESOURCES, MAX_RESOURCES = 100, 1000
@@ -56,6 +60,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._coordinator = coordinator
         self._latest = LatestCheckpoint(coordinator.settings.model_root, coordinator.read)
         self._replay = RequestReplay()
+        self._lookers = BackgroundThreads(LOOKS_AT_ONCE, "look")
         self._watchers = 0
 
     async def RegisterWorker(
@@ -88,9 +93,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.InspectCheckpointRequest, context: _Context
     ) -> coordinator_pb2.InspectCheckpointResponse:
         """Read headers and list tensors."""
-        checkpoint = await asyncio.to_thread(
-            self._latest.read, request.path, request.allow_trailing_bytes
-        )
+        return await self._lookers.run(self._inspect, request)
+
+    def _inspect(
+        self, request: coordinator_pb2.InspectCheckpointRequest
+    ) -> coordinator_pb2.InspectCheckpointResponse:
+        checkpoint = self._latest.read(request.path, request.allow_trailing_bytes)
         tensors, token = paginate(
             list(checkpoint.catalog),
             lambda tensor: tensor.name,
@@ -114,7 +122,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.PlanLoadRequest, context: _Context
     ) -> coordinator_pb2.PlanLoadResponse:
         """Plan without allocating."""
-        planned, response = await asyncio.to_thread(self._plan, request)
+        planned, response = await self._lookers.run(self._plan, request)
         response.admission.CopyFrom(
             admission(planned, self._coordinator.registry, request.worker_ids)
         )

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from loader_service.background import until_cancelled
 from loader_service.checkpoint.catalog import Checkpoint, TensorInfo
 from loader_service.errors import InvalidCheckpoint, InvalidRequest, PlanRefused
 from loader_service.plan import tied
@@ -87,7 +88,9 @@ def plan_load(checkpoint: Checkpoint, tp: int, options: PlanOptions | None = Non
     sources = [tensor for tensor in checkpoint.catalog if tensor is not head.skipped]
     rules = _rules(sources, layout, options)
     try:
-        tensors = [_plan_tensor(source, rules, layout, head, tp) for source in sources]
+        tensors = [
+            _plan_tensor(source, rules, layout, head, tp) for source in until_cancelled(sources)
+        ]
     except PlanRefused as refused:
         valid = _valid_tp(sources, rules)
         raise PlanRefused(
@@ -183,7 +186,7 @@ def _valid_tp(sources: list[TensorInfo], rules: Mapping[str, Rule]) -> list[int]
     questions = [(source, cut) for (_, _, cut), source in cases.items()]
     return [
         tp
-        for tp in range(1, MAX_TP + 1)
+        for tp in until_cancelled(range(1, MAX_TP + 1))
         if all(divides(source, cut, tp) for source, cut in questions)
         and all(cuts_whole_bytes(source, cut, tp) for source, cut in questions)
     ]

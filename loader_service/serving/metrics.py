@@ -29,28 +29,31 @@ class Metrics:
         self.registry = CollectorRegistry()
         build = Gauge("loader_build_info", "Version.", ("version",), registry=self.registry)
         build.labels(__version__).set(1)
-        self._started = Counter(
-            "grpc_server_started", "Calls begun.", _LABELS, registry=self.registry
-        )
-        self._handled = Counter(
+        started = Counter("grpc_server_started", "Calls begun.", _LABELS, registry=self.registry)
+        handled = Counter(
             "grpc_server_handled", "Calls ended.", (*_LABELS, "grpc_code"), registry=self.registry
         )
-        self._seconds = Histogram(
+        seconds = Histogram(
             "grpc_server_handling_seconds",
             "Time from a call's begin to its end.",
             _LABELS,
             registry=self.registry,
         )
+        # Kept by method, since finding a labelled number costs more than counting with it.
+        self._started = functools.cache(lambda *call: started.labels(*_labels(*call)))
+        self._seconds = functools.cache(lambda *call: seconds.labels(*_labels(*call)))
+        self._handled = functools.cache(
+            lambda kind, method, code: handled.labels(*_labels(kind, method), _camel_case(code))
+        )
 
     def call_started(self, kind: str, method: str) -> None:
         """Count a call; `kind` is for example `unary`, `method` `/package.Service/Method`."""
-        self._started.labels(*_labels(kind, method)).inc()
+        self._started(kind, method).inc()
 
     def call_ended(self, kind: str, method: str, code: grpc.StatusCode, seconds: float) -> None:
         """Count a call's end."""
-        labels = _labels(kind, method)
-        self._handled.labels(*labels, _camel_case(code)).inc()
-        self._seconds.labels(*labels).observe(seconds)
+        self._handled(kind, method, code).inc()
+        self._seconds(kind, method).observe(seconds)
 
     def serve(self, listen: str) -> str:
         """Serve the numbers over HTTP from a thread, and return the address with the real port.
@@ -71,13 +74,11 @@ class Metrics:
         return addresses.join(host, server.server_port)
 
 
-@functools.cache
 def _labels(kind: str, method: str) -> tuple[str, str, str]:
     service, _, name = method.removeprefix("/").partition("/")
     return kind, service, name
 
 
-@functools.cache
 def _camel_case(code: grpc.StatusCode) -> str:
     """Return the code as the grpc-ecosystem metrics spell it, e.g. `NotFound`."""
     return "OK" if code is grpc.StatusCode.OK else code.name.title().replace("_", "")

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from loader_kernels.digest import BLOCK_BYTES
+from loader_service.background import until_cancelled
 from loader_service.errors import InvalidRequest
 from loader_service.plan.slices import LoadPlan
 
@@ -109,7 +110,7 @@ def plan_steps(plan: LoadPlan, chunk_bytes: int) -> list[Step]:
     steps: list[Step] = []
     bundle: list[int] = []
     filled = 0
-    for index, tensor in enumerate(plan.tensors):
+    for index, tensor in enumerate(until_cancelled(plan.tensors)):
         largest = max(piece.wire_bytes for piece in tensor.slices)
         if largest > small_bytes:
             steps += _large(plan, index, chunk_bytes)

@@ -28,7 +28,6 @@ from tests.checkpoints import write_sparse_llama  # noqa: E402
 from tests.cluster import Cluster, cluster  # noqa: E402
 
 WATCHERS = 200
-JOIN_SECONDS = 0.5
 CALLS_PER_SECOND = 200
 SATURATION_SECONDS = 3.0
 SATURATION_CALLERS = 32
@@ -89,13 +88,16 @@ def _measure(running: Cluster, checkpoint: Path, rounds: int) -> int:
 
 def _load(running: Cluster, checkpoint: Path, watched: dict[str, list[float]] | None) -> float:
     """Load once and return the seconds of the transfer; `watched` takes what the clients saw."""
-
     clients = None if watched is None else _start_clients(running.endpoint)
 
     async def work(client: AsyncLoaderClient) -> types_pb2.Load:
-        load = await client.load(str(checkpoint), 2)
-        if clients is not None and clients.stdin is not None:
-            print(load.load_id, file=clients.stdin, flush=True)
+        # The load waits for a worker until everybody watches it: what is measured is the transfer
+        # under a steady number of watchers, not how they arrive.
+        await client.drain_worker("w1")
+        load = await client.load(str(checkpoint), 2, wait_for_workers_seconds=60.0)
+        if clients is not None:
+            _let_watch(clients, load.load_id)
+        await client.undrain_worker("w1")
         # Now and then is enough: this program is no watcher.
         while load.state not in (types_pb2.LOAD_STATE_SUCCEEDED, types_pb2.LOAD_STATE_FAILED):
             await asyncio.sleep(0.5)
@@ -125,6 +127,14 @@ def _start_clients(endpoint: str) -> subprocess.Popen[str]:
     return clients
 
 
+def _let_watch(clients: subprocess.Popen[str], load_id: str) -> None:
+    """Name the load, and return when each watcher has had its first update."""
+    assert clients.stdin is not None
+    assert clients.stdout is not None
+    print(load_id, file=clients.stdin, flush=True)
+    assert clients.stdout.readline() == "watching\n"
+
+
 async def _be_clients(endpoint: str) -> dict[str, list[float]]:
     """Watch and ask until the load is done, whose name comes on stdin."""
     latencies: list[float] = []
@@ -133,19 +143,23 @@ async def _be_clients(endpoint: str) -> dict[str, list[float]]:
         await client.list_loads()
         print("ready", flush=True)
         load_id = (await asyncio.to_thread(sys.stdin.readline)).strip()
+        counts = [0] * WATCHERS
+        all_watch = asyncio.Event()
 
-        async def watch(delay: float) -> int:
-            # Watchers come one after another; they are not one program in real life.
-            await asyncio.sleep(delay)
-            return len([load async for load in client.watch(load_id)])
+        async def watch(number: int) -> None:
+            async for _ in client.watch(load_id):
+                counts[number] += 1
+                if all(counts):
+                    all_watch.set()
 
         async def ask() -> None:
             started = time.perf_counter()
             await client.get_load(load_id)
             latencies.append(time.perf_counter() - started)
 
-        delays = (number * JOIN_SECONDS / WATCHERS for number in range(WATCHERS))
-        watchers = [asyncio.create_task(watch(delay)) for delay in delays]
+        watchers = [asyncio.create_task(watch(number)) for number in range(WATCHERS)]
+        await all_watch.wait()
+        print("watching", flush=True)
         begin = time.perf_counter()
         # An open loop: a slow answer does not slow the questions down.
         while not all(watcher.done() for watcher in watchers):
@@ -155,8 +169,8 @@ async def _be_clients(endpoint: str) -> dict[str, list[float]]:
                 asking.add(task)
                 task.add_done_callback(asking.discard)
             await asyncio.sleep(1 / CALLS_PER_SECOND)
-        await asyncio.gather(*asking)
-        return {"latencies": latencies, "updates": [float(await each) for each in watchers]}
+        await asyncio.gather(*asking, *watchers)
+        return {"latencies": latencies, "updates": [float(count) for count in counts]}
 
 
 async def _saturate(endpoint: str) -> float:

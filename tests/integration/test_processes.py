@@ -195,6 +195,33 @@ def test_planning_keeps_nobody_waiting(shared_cluster: Cluster, tmp_path: Path) 
     assert sorted(waits)[int(len(waits) * 0.9)] < 0.1
 
 
+def test_people_who_look_delay_neither_a_load_nor_the_end(tmp_path: Path) -> None:
+    """A dozen long plans: a load goes past them, and the process does not wait for what they ask."""
+    tensors = [random_tensor(f"{number:06d}", "U8", (1,)) for number in range(60_000)]
+    many = tmp_path / "many"
+    many.mkdir()
+    write_file(many / "model.safetensors", tensors)
+    with cluster(Path("/"), tmp_path, workers=1) as running:
+        coordinator = running.coordinator
+        assert coordinator is not None
+
+        async def look(client: AsyncLoaderClient) -> float:
+            plans = [asyncio.create_task(client.plan(str(many))) for _ in range(12)]
+            await asyncio.sleep(0.2)
+            load = await client.load(str(demo.model_folder()))
+            last = [each async for each in client.watch(load.load_id)][-1]
+            assert last.state == types_pb2.LOAD_STATE_SUCCEEDED
+            assert sum(plan.done() for plan in plans) < 6
+            coordinator.terminate()
+            asked = time.monotonic()
+            await asyncio.to_thread(coordinator.wait, 20)
+            took = time.monotonic() - asked
+            await asyncio.gather(*plans, return_exceptions=True)
+            return took
+
+        assert running.call(look) < 5.0
+
+
 def test_a_workers_status_is_watched_until_the_worker_stops(tmp_path: Path) -> None:
     """The first message is the whole status; a load shows, and the end of the worker is a clean end."""
     with cluster(Path("/"), tmp_path, workers=1) as running:

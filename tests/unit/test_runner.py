@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loader_service.background import BackgroundThreads
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.checkpoint.files import read_checkpoint
 from loader_service.clock import SystemClock
@@ -128,7 +129,12 @@ class Stage:
             lease_seconds=LEASE,
         )
         self.runner = LoadRunner(
-            self.record, request, self.choose_now, self.connect, self.run_stream
+            self.record,
+            request,
+            self.choose_now,
+            self.connect,
+            self.run_stream,
+            BackgroundThreads(1, "plan"),
         )
 
     def read_now(self) -> Checkpoint:
