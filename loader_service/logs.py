@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from loader_service.texts import cut
+from loader_service.texts import cut, printable
 
 __all__ = ["log_to_stderr"]
 
@@ -23,6 +23,5 @@ class _OneLine(logging.Formatter):
     """Keeps a message on one line of bounded length: parts of it come from others, who could forge lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
-        text = cut(record.message, MOST_BYTES)
-        record.message = text if text.isprintable() else text.encode("unicode_escape").decode()
+        record.message = printable(cut(record.message, MOST_BYTES))
         return super().formatMessage(record)

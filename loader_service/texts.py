@@ -1,10 +1,10 @@
-"""Texts that others choose, cut to what a message or a log can carry."""
+"""Texts that others choose, cut to what a message or a log can carry and a terminal can show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["MOST_NAME_BYTES", "cut", "short_warnings"]
+__all__ = ["MOST_NAME_BYTES", "cut", "printable", "short_warnings"]
 
 MOST_NAME_BYTES = 256
 _MOST_WARNINGS, _MOST_WARNING_BYTES = 100, 1000
@@ -16,6 +16,16 @@ def cut(text: str, most_bytes: int) -> str:
     if len(raw) <= most_bytes:
         return raw.decode()
     return raw[: most_bytes - 3].decode(errors="ignore") + "…"
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with escapes for what would steer a terminal or reorder letters."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def short_warnings(warnings: Sequence[str]) -> list[str]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from loader_service.channel_security import ChannelSecurity
 from loader_service.client import AsyncLoaderClient
 from loader_service.clock import SystemClock
 from loader_service.coordinator.coordinator import Coordinator
@@ -193,3 +199,27 @@ async def control_plane(
 async def last_of(client: AsyncLoaderClient, load_id: str) -> types_pb2.Load:
     """Follow a load to its end."""
     return [load async for load in client.watch(load_id)][-1]
+
+
+async def refusal(address: str, security: ChannelSecurity) -> LoaderError:
+    """Return why a call is refused; it takes less than 3 s to know."""
+    started = time.monotonic()
+    async with AsyncLoaderClient(address, security=security) as client:
+        with pytest.raises(LoaderError) as caught:
+            await client.list_workers()
+    assert time.monotonic() - started < 3.0
+    return caught.value
+
+
+async def succeeds(address: str, security: ChannelSecurity) -> bool:
+    """Whether a call is answered."""
+    async with AsyncLoaderClient(address, security=security) as client:
+        return len(await client.list_workers()) == 1
+
+
+async def reflected_services(channel: grpc.aio.Channel) -> set[str]:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async for answer in stub.ServerReflectionInfo(iter([request])):
+        return {service.name for service in answer.list_services_response.service}
+    return set()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from loader_service.cli import tables
+from loader_service.texts import printable
 
 __all__ = [
     "CHECKPOINT",
@@ -96,22 +97,23 @@ def show(view: View, document: Any, output: Format) -> None:
 
 
 def complain(text: str) -> None:
-    """Print a line to stderr."""
-    print(f"loaderctl: {text}", file=sys.stderr)
+    """Print a message to stderr, which may have several lines."""
+    lines = map(printable, f"loaderctl: {text}".split("\n"))
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _texts(view: View, document: Any, output: Format) -> Iterable[str]:
     match output:
         case Format.TABLE:
-            return view.lines(document)
+            return map(printable, view.lines(document))
         case Format.WIDE:
-            return view.lines(document, wide=True)
+            return map(printable, view.lines(document, wide=True))
         case Format.JSON:
             return [json.dumps(document, indent=2)]
         case Format.JSONL:
             return map(json.dumps, view.entries(document))
         case Format.NAME:
-            return map(view.name, view.entries(document))
+            return map(printable, map(view.name, view.entries(document)))
         case Format.YAML:
             # Imported here: no other format needs it.
             import yaml

@@ -22,6 +22,7 @@ from loader_service.cli.durations import format_seconds
 from loader_service.cli.output import TOP, Format
 from loader_service.cli.session import Session
 from loader_service.errors import LoaderError
+from loader_service.texts import printable
 
 __all__ = ["follow", "screen"]
 
@@ -68,9 +69,9 @@ def screen(
         width: columns of the terminal.
         height: lines of the terminal.
     """
-    rows = [Text(header, style="reverse"), Text(trouble, style="bold red")]
+    rows = [Text(header, style="reverse"), Text(printable(trouble), style="bold red")]
     for line in tables.top_lines(document, height - len(rows)):
-        row = Text(line)
+        row = Text(printable(line))
         if line.startswith(("LOAD ", "WORKER ")):
             row.stylize("bold")
         for word, style in _STYLES:

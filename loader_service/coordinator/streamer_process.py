@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 RESTART_SECONDS = 0.5
 """Pause before a dead streamer is started again, so that one that cannot start does not spin."""
 
+END_SECONDS = 1.0
+"""How long a streamer may take to end after its socket was closed; a stopped one never would."""
+
 CANCEL_SECONDS = 1.0
 """How long a cancelled load may take to leave the streamer before nobody waits for it any more."""
 
@@ -43,7 +46,7 @@ class StreamerProcess:
         self._streams: dict[str, _Stream] = {}
 
     async def run(self) -> None:
-        """Keep the streamer alive until cancelled; then it ends by itself."""
+        """Keep the streamer alive until cancelled; then it ends by itself, or is made to."""
         while True:
             try:
                 process, reader, writer = await self._start()
@@ -60,6 +63,7 @@ class StreamerProcess:
             finally:
                 self._ready.clear()
                 writer.close()
+                await _end(process)
             self._lose(_exit_text(code))
             await asyncio.sleep(RESTART_SECONDS)
 
@@ -137,6 +141,15 @@ class _Stream:
     def end(self, error: LoaderError | None) -> None:
         if not self.ended.done():
             self.ended.set_result(error)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(END_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def _exit_text(code: int) -> str:

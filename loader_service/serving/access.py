@@ -176,6 +176,7 @@ class Access:
 
         Raises:
             Unauthenticated: nobody is known by this.
+            ServiceUnavailable: TOKEN_NOT_REVIEWED, the Kubernetes API could not be asked.
         """
         self._refresh()
         known = self._identities

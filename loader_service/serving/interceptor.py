@@ -190,7 +190,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 call.peer,
                 call.request_id,
             )
-            if call.method in CHANGING_METHODS:
+            # A watch that cancels what it watches changes something, too.
+            cancels = getattr(call.request, "cancel_when_gone", False)
+            if call.method in CHANGING_METHODS or cancels:
                 self._audit_log.write(
                     method=call.method,
                     identity=call.identity.name,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from loader_service import addresses
+from loader_service.errors import ServiceUnavailable
 
 __all__ = ["TokenReviewer"]
 
@@ -70,7 +71,11 @@ class TokenReviewer:
         self._waiting = 0
 
     async def review(self, token: str) -> str:
-        """Return `NAMESPACE:NAME` of the service account that holds `token`, or an empty text."""
+        """Return `NAMESPACE:NAME` of the service account that holds `token`, or an empty text.
+
+        Raises:
+            ServiceUnavailable: TOKEN_NOT_REVIEWED, the API server could not be asked.
+        """
         if len(token) > _MOST_TOKEN_CHARACTERS:
             return ""
         key = hashlib.sha256(token.encode()).hexdigest()
@@ -79,16 +84,16 @@ class TokenReviewer:
         if known and known[0] > now:
             return known[1]
         if self._waiting >= _MOST_WAITING:
-            _log.warning("a token was not reviewed: %d others wait", self._waiting)
-            return ""
+            raise _not_reviewed(f"{self._waiting} others wait")
         self._waiting += 1
         try:
             loop = asyncio.get_running_loop()
             account = await loop.run_in_executor(self._threads, self._ask, token)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-            # Not remembered: the API server may be back at the next call.
+            # Not remembered: the API server may be back at the next call. What is wrong with it is not
+            # for strangers.
             _log.error("a token could not be reviewed: %s", error)
-            return ""
+            raise _not_reviewed("the Kubernetes API does not answer as it should") from error
         finally:
             self._waiting -= 1
         if len(self._answers) >= _MOST_REMEMBERED:
@@ -114,10 +119,10 @@ class TokenReviewer:
         )
         try:
             connection.request("POST", self._url, json.dumps(review), headers)
-            answer = connection.getresponse()
-            if answer.status not in (http.HTTPStatus.OK, http.HTTPStatus.CREATED):
-                raise OSError(f"the API server answers {answer.status} {answer.reason}")
-            return self._account(json.loads(answer.read(_MOST_ANSWER_BYTES)))
+            with connection.getresponse() as answer:
+                if answer.status not in (http.HTTPStatus.OK, http.HTTPStatus.CREATED):
+                    raise OSError(f"the API server answers {answer.status} {answer.reason}")
+                return self._account(json.loads(answer.read(_MOST_ANSWER_BYTES)))
         finally:
             connection.close()
 
@@ -132,3 +137,9 @@ class TokenReviewer:
             } if self._audience in audiences and name.startswith(_PREFIX):
                 return name.removeprefix(_PREFIX)
         return ""
+
+
+def _not_reviewed(why: str) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        f"the token could not be reviewed: {why}; try again", reason="TOKEN_NOT_REVIEWED"
+    )

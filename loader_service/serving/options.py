@@ -119,8 +119,8 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls-ca-cert",
         default="",
         metavar="FILE",
-        help="authorities of the servers that this process calls; its calls then use TLS and show "
-        "--tls-cert",
+        help="authorities of the servers that this process calls; its calls use TLS and show "
+        "--tls-cert, and without this trust the machine's authorities",
     )
     secure.add_argument(
         "--token-file", default="", metavar="FILE", help="bearer token of this process's own calls"
@@ -168,9 +168,7 @@ def serving_options(options: argparse.Namespace) -> ServingOptions:
 
 
 def channel_security(options: argparse.Namespace) -> ChannelSecurity:
-    """Return how this process calls others."""
-    if not options.tls_ca_cert:
-        return ChannelSecurity(token_file=options.token_file)
+    """Return how this process calls others: over TLS if it serves so."""
     return ChannelSecurity(
         ca_cert=options.tls_ca_cert,
         cert=options.tls_cert,

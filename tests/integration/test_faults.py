@@ -165,3 +165,14 @@ def wait_for_small(process: psutil.Process) -> None:
 
 def _alive(process: psutil.Process) -> bool:
     return process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_streamer_ends_with_its_coordinator(tmp_path: Path) -> None:
+    """It cannot see that its socket is closed, so it is killed."""
+    with cluster(Path("/"), tmp_path, workers=0) as alone:
+        assert alone.coordinator is not None
+        streamer = alone.streamer()
+        streamer.suspend()
+        alone.coordinator.terminate()
+        assert alone.coordinator.wait(10) == 0
+        assert not streamer.is_running()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +14,16 @@ import grpc.aio
 import pytest
 
 from loader_service.channel import FAILURE_KEY, from_rpc_error
+from loader_service.channel_security import ChannelSecurity
 from loader_service.client import AsyncLoaderClient
-from loader_service.errors import InternalError, LoaderError, PlanRefused
+from loader_service.errors import (
+    InternalError,
+    InvalidRequest,
+    LimitExceeded,
+    LoaderError,
+    PlanRefused,
+    QuotaExceeded,
+)
 from loader_service.serving.options import ServingOptions
 from loader_service.serving.server import Server
 from loader_service.v1 import (
@@ -24,8 +35,15 @@ from loader_service.v1 import (
 )
 from loader_worker.servicer import WorkerServicer
 from loader_worker.worker import Worker
+from tests.certificates import (
+    write_token,
+)
 from tests.checkpoints import RawTensor, random_tensor, write_config, write_file, write_index
-from tests.control_plane import control_plane, last_of
+from tests.control_plane import (
+    control_plane,
+    last_of,
+    registration,
+)
 
 HUGE = 5 << 20
 """More than a message may have."""
@@ -229,3 +247,146 @@ async def test_a_change_that_could_not_be_answered_in_time_is_not_begun() -> Non
     finally:
         await server.grpc.stop(None)
     assert servicer.calls == 2
+
+
+async def test_names_and_paths_are_short_and_on_one_line(tmp_path: Path) -> None:
+    """They stand in logs, where a line break would forge lines, and in every list."""
+    async with control_plane(tmp_path) as plane, AsyncLoaderClient(plane.address) as client:
+        for field, value in (
+            ("worker_id", "evil\n2026-12-01 INFO all is well"),
+            ("worker_id", "x" * 257),
+            ("host", "h" * (1 << 20)),
+            ("device", "\x1b[31m"),
+            ("address", "a\nb:1"),
+            ("address", f"h:{'9' * 5000}"),
+        ):
+            request = registration("w0")
+            setattr(request, field, value)
+            with pytest.raises(InvalidRequest) as caught:
+                await plane.coordinator.register(request)
+            assert caught.value.metadata["field"] == field
+        with pytest.raises(InvalidRequest, match="path is longer"):
+            await client.load("p" * (2 << 20))
+        assert await client.list_workers() == []
+        assert await client.list_loads() == []
+
+
+async def test_metadata_over_the_limit_is_refused(tmp_path: Path) -> None:
+    async with (
+        control_plane(tmp_path) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListWorkers(
+                coordinator_pb2.ListWorkersRequest(),
+                metadata=(("x-large", "x" * (40 << 10)),),
+                timeout=5,
+            )
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stub.ListWorkers(coordinator_pb2.ListWorkersRequest(), timeout=5)
+
+
+async def test_a_message_over_the_limit_is_refused(tmp_path: Path) -> None:
+    async with (
+        control_plane(tmp_path) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        request = coordinator_pb2.LoadRequest(path="x" * (5 << 20), tp=1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Load(request, timeout=5)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_nonsense_is_refused_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        control_plane(tmp_path) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        for method in ("Load", "WatchLoad", "Heartbeat"):
+            call: Any = channel.stream_stream(f"/loader_service.v1.CoordinatorService/{method}")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call(iter([b"\xff\xff\xff"]), timeout=5):
+                    pass
+            failure = from_rpc_error(caught.value)
+            assert (type(failure), failure.reason) == (InvalidRequest, "MALFORMED_MESSAGE")
+    assert "Traceback" not in caplog.text
+
+
+async def test_headers_and_tensors_over_the_limits_are_refused(tmp_path: Path) -> None:
+    tensors = [random_tensor(f"t{number}", "U8", (1,)) for number in range(20)]
+    write_file(tmp_path / "model.safetensors", tensors)
+    limits: tuple[dict[str, Any], ...] = ({"max_header_bytes": 100}, {"max_tensors": 19})
+    for limit in limits:
+        async with (
+            control_plane(tmp_path, **limit) as plane,
+            AsyncLoaderClient(plane.address) as client,
+        ):
+            with pytest.raises(LimitExceeded) as caught:
+                await client.inspect("model.safetensors")
+            assert caught.value.reason == "LIMIT"
+
+
+async def test_an_error_with_a_long_text_arrives_with_its_reason(tmp_path: Path) -> None:
+    """More than 8 KiB of trailing metadata would be lost, and the error with it."""
+    async with control_plane(tmp_path) as plane, AsyncLoaderClient(plane.address) as client:
+        with pytest.raises(LoaderError) as caught:
+            await client.get_load("x" * 100_000)
+        assert caught.value.reason == "LOAD_NOT_FOUND"
+        assert len(caught.value.message) <= 1000
+
+
+async def test_a_request_id_cannot_forge_lines_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "loader_service.calls")
+    async with (
+        control_plane(tmp_path) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        for given in ("fine-1", "x" * 1000, "a b", "a;b"):
+            await stub.ListWorkers(
+                coordinator_pb2.ListWorkersRequest(), metadata=(("x-request-id", given),)
+            )
+    lines = [record.getMessage() for record in caplog.records if "ListWorkers" in record.message]
+    assert lines[0].endswith("request=fine-1")
+    assert all(len(line) < 200 and "a b" not in line and ";" not in line for line in lines)
+
+
+async def test_one_identity_may_have_so_many_streams(tmp_path: Path, access: str) -> None:
+    write_file(tmp_path / "model.safetensors", [random_tensor("t", "U8", (10,))])
+    serving = ServingOptions(access_file=access, max_streams=2)
+    async with (
+        control_plane(tmp_path, workers=["w0"], serving=serving) as plane,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = {
+            role: await stack.enter_async_context(
+                AsyncLoaderClient(
+                    plane.address,
+                    security=ChannelSecurity(
+                        token_file=write_token(tmp_path, f"token-of-{role}", role)
+                    ),
+                )
+            )
+            for role in ("operator", "viewer")
+        }
+        load = await clients["operator"].load("model.safetensors")
+        await plane.next_stream()
+        watches = [clients["viewer"].watch(load.load_id) for _ in range(2)]
+        for watch in watches:
+            await anext(watch)
+        with pytest.raises(QuotaExceeded, match="2 streams"):
+            await anext(clients["viewer"].watch(load.load_id))
+        other = clients["operator"].watch(load.load_id)
+        await anext(other)
+        await watches[0].aclose()
+        await asyncio.sleep(0.1)
+        again = clients["viewer"].watch(load.load_id)
+        await anext(again)
+        for watch in (watches[1], other, again):
+            await watch.aclose()

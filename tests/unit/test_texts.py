@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from loader_service.cli.documents import workers_document
+from loader_service.cli.output import WORKERS, Format, complain, show
 from loader_service.logs import log_to_stderr
 from loader_service.texts import cut, short_warnings
+from loader_service.v1 import types_pb2
 
 
 def test_a_text_is_cut_to_bytes_between_characters() -> None:
@@ -42,3 +45,17 @@ def test_a_message_cannot_forge_a_line_of_the_log(monkeypatch: pytest.MonkeyPatc
     assert "x\\n2026-12-01 INFO coordinator: all is well\\x1b[2J" in first
     assert trace[0].startswith("Traceback")
     assert len(last) < 10_000
+
+
+def test_what_others_write_does_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "evil\x1b[2J\r\n\u202ename"
+    workers = [types_pb2.Worker(worker_id=each) for each in (name, "ä漢🙂")]
+    document = workers_document(workers)
+    for output in (Format.TABLE, Format.WIDE, Format.NAME):
+        show(WORKERS, document, output)
+    complain(f"no such worker: {name}")
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err):
+        assert set(text) - {"\n"} == {letter for letter in text if letter.isprintable()}
+        assert "evil\\x1b[2J\\r" in text
+    assert printed.out.count("ä漢🙂") == 3
