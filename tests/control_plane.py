@@ -27,6 +27,8 @@ from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2, 
 from loader_service.version import PROTOCOL_VERSION
 
 SERVICE = "loader_service.v1.CoordinatorService"
+ONE_RANK = types_pb2.PlanOptions(unknown_tensors=types_pb2.UNKNOWN_TENSOR_POLICY_REPLICATE)
+MODEL_BYTES = 100_000
 
 
 class PlayedWorker:
@@ -223,3 +225,21 @@ async def reflected_services(channel: grpc.aio.Channel) -> set[str]:
     async for answer in stub.ServerReflectionInfo(iter([request])):
         return {service.name for service in answer.list_services_response.service}
     return set()
+
+
+async def begin(client: AsyncLoaderClient, tp: int = 2, **arguments: Any) -> types_pb2.Load:
+    """Begin to load the fixture's model."""
+    return await client.load("model", tp, options=ONE_RANK, **arguments)
+
+
+async def state_of(client: AsyncLoaderClient, load_id: str) -> str:
+    """Return the state of a load, without its prefix."""
+    load = await client.get_load(load_id)
+    return types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_")
+
+
+async def until(ready: Any, seconds: float = 3.0) -> None:
+    """Return once awaiting `ready()` gives something true."""
+    async with asyncio.timeout(seconds):
+        while not await ready():  # noqa: ASYNC110 - what is awaited lies behind a call
+            await asyncio.sleep(0.01)

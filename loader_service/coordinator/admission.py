@@ -9,6 +9,7 @@ from loader_service.coordinator.registry import WorkerRegistry
 from loader_service.errors import LoaderError, OutOfMemory
 from loader_service.serving.status import failure_message
 from loader_service.v1 import coordinator_pb2
+from loader_service.v1.types_pb2 import WorkerState
 
 __all__ = ["admission"]
 
@@ -53,13 +54,18 @@ def admission(
 def _refusal(
     ranks: Sequence[coordinator_pb2.RankAdmission], registry: WorkerRegistry
 ) -> LoaderError:
-    """Name the rank that lacks the most, and the largest room that a worker has."""
+    """Name the rank that lacks the most, and the largest room that an idle worker has."""
     worst = max(ranks, key=lambda rank: rank.needed_bytes - rank.free_bytes)
-    roomiest = max(registry.all(), key=lambda worker: worker.memory.free_bytes)
+    idle = [worker for worker in registry.all() if worker.state == WorkerState.WORKER_STATE_READY]
+    advice = ""
+    if idle:
+        roomiest = max(idle, key=lambda worker: worker.memory.free_bytes)
+        advice = (
+            f"; idle worker {roomiest.worker_id!r} has the most free: {roomiest.memory.free_bytes}"
+        )
     return OutOfMemory(
         f"rank {worst.rank} needs {worst.needed_bytes} bytes on worker {worst.worker_id!r}, "
-        f"{worst.free_bytes} are free; worker {roomiest.worker_id!r} has the most free: "
-        f"{roomiest.memory.free_bytes}",
+        f"{worst.free_bytes} are free{advice}",
         rank=worst.rank,
         worker_id=worst.worker_id,
         wanted_bytes=worst.needed_bytes,

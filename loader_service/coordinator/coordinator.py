@@ -12,7 +12,7 @@ from loader_service.background import BackgroundThreads
 from loader_service.checkpoint.catalog import Checkpoint
 from loader_service.checkpoint.files import read_checkpoint
 from loader_service.clock import Clock
-from loader_service.coordinator.record import LoadRecord, is_settled, is_terminal
+from loader_service.coordinator.record import LoadRecord, is_terminal
 from loader_service.coordinator.registry import WorkerRecord, WorkerRegistry
 from loader_service.coordinator.runner import LoadRequest, LoadRunner, Stream
 from loader_service.coordinator.settings import Settings
@@ -84,13 +84,18 @@ class Coordinator:
         """
         self.registry.check(request)
         rival = self.registry.rival(request)
-        if rival is not None and await self._answers(rival):
-            raise Conflict(
-                f"the name {request.worker_id!r} belongs to another process, which answers at "
-                f"{rival.registration.address}; give this one its own --worker-id",
-                reason="WORKER_ID_TAKEN",
-                worker_id=request.worker_id,
-            )
+        while rival is not None:
+            if await self._answers(rival):
+                raise Conflict(
+                    f"the name {request.worker_id!r} belongs to another process, which answers at "
+                    f"{rival.registration.address}; give this one its own --worker-id",
+                    reason="WORKER_ID_TAKEN",
+                    worker_id=request.worker_id,
+                )
+            asked, rival = rival, self.registry.rival(request)
+            if rival is asked:
+                break
+            # Another process has taken the place meanwhile, and is asked in its turn.
         lost_load = self.registry.register(request, self._clock.monotonic(), self._clock.time())
         _log.info("worker %s registered at %s", request.worker_id, request.address)
         self._lose_rank(lost_load, request.worker_id, "was started again")
@@ -167,8 +172,8 @@ class Coordinator:
         runner = self._runners.get(load_id)
         if runner is None:
             return
-        if runner.record.state in (LoadState.LOAD_STATE_SUCCEEDED, LoadState.LOAD_STATE_DEGRADED):
-            _log.warning("load %s is degraded: worker %s %s", load_id, worker_id, how)
+        if runner.record.is_answered:
+            _log.warning("load %s has lost a rank: worker %s %s", load_id, worker_id, how)
             runner.record.lose_rank(worker_id)
             return
         runner.fail(WorkerLost(f"worker {worker_id!r} {how}", worker_id=worker_id))
@@ -265,7 +270,7 @@ class Coordinator:
 
     def _check_quota(self, owner: str) -> None:
         on_their_way = sum(
-            runner.record.owner == owner and not is_settled(runner.record.state)
+            runner.record.owner == owner and not runner.record.is_answered
             for runner in self._runners.values()
         )
         if on_their_way >= self.settings.max_loads:
@@ -285,16 +290,21 @@ class Coordinator:
 
         Raises:
             LoadNotFound: there is none of this name.
-            WrongState: it is committed, or has ended.
+            WrongState: it is committed, or has ended; also when it was failing already.
         """
         runner = self._require(load_id)
-        runner.record.check_can_cancel()
+        record = runner.record
+        record.check_can_cancel()
         runner.fail(LoadCancelled(f"load {load_id} was cancelled", load_id=load_id))
-        await runner.record.wait_until_settled()
-        return runner.record
+        await record.wait_until_settled()
+        if record.state != LoadState.LOAD_STATE_CANCELLED:
+            record.check_can_cancel()
+        return record
 
     async def unload(self, load_id: str) -> LoadRecord:
-        """Give a committed load back, and return when it is done; repeating it is harmless.
+        """Give a committed load back, and return when every worker has freed it or is lost.
+
+        Repeating it is harmless.
 
         Raises:
             LoadNotFound: there is none of this name.
@@ -311,14 +321,22 @@ class Coordinator:
         return record
 
     async def _unload(self, runner: LoadRunner) -> None:
-        await runner.release()
-        self._give_back(runner.record)
-        runner.record.move_to(LoadState.LOAD_STATE_UNLOADED)
+        record = runner.record
+        await runner.unload(
+            lambda worker_id: self._closing or not self.registry.is_held(worker_id, record.load_id)
+        )
+        self._give_back(record)
+        record.move_to(LoadState.LOAD_STATE_UNLOADED)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a fault in the coordinator", exc_info=error)
 
     async def close(self) -> None:
         """End the loads that are not committed; committed ones stay on their workers."""

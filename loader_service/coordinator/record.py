@@ -164,7 +164,8 @@ class LoadRecord:
             self._transfer_end = now
         if state == _S.LOAD_STATE_UNLOADED:
             for rank in self._ranks:
-                rank.state = RankState.RANK_STATE_RELEASED
+                if rank.state != RankState.RANK_STATE_LOST:
+                    rank.state = RankState.RANK_STATE_RELEASED
         self._enter(state, now)
 
     def end(self, state: LoadState.ValueType, failure: LoaderError | None) -> None:
@@ -251,7 +252,7 @@ class LoadRecord:
             self._touch()
 
     def lose_rank(self, worker_id: str) -> None:
-        """Say that a committed load has lost the worker of a rank."""
+        """Say that a load that was committed has lost the worker of a rank."""
         self._mark(worker_id, RankState.RANK_STATE_LOST)
         if self.state == _S.LOAD_STATE_SUCCEEDED:
             self.move_to(_S.LOAD_STATE_DEGRADED)
@@ -275,6 +276,16 @@ class LoadRecord:
             rank.worker_id == worker_id and rank.state == RankState.RANK_STATE_LOST
             for rank in self._ranks
         )
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the load has been committed once, or has ended: its request is answered."""
+        return self._answered.is_set()
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Workers in rank order; empty before they are chosen."""
+        return [rank.worker_id for rank in self._ranks]
 
     @property
     def all_landed(self) -> bool:

@@ -109,8 +109,9 @@ class WorkerRegistry:
     def rival(self, request: coordinator_pb2.RegisterWorkerRequest) -> WorkerRecord | None:
         """Return another process of the registering worker's name whose lease still runs.
 
-        That is another life, or the same one said to be at another address. It may be a process that was killed and started again within its lease, or two processes may
-        have been given one name: only asking it can tell.
+        That is another life, or the same one said to be at another address. It may be a process that
+        was killed and started again within its lease, or two processes may have been given one name:
+        only asking it can tell.
         """
         record = self._workers.get(request.worker_id)
         if record is None or record.lost:
@@ -221,6 +222,11 @@ class WorkerRegistry:
         if record is None:
             raise WorkerNotFound(f"there is no worker {worker_id!r}", worker_id=worker_id)
         return record
+
+    def is_held(self, worker_id: str, load_id: str) -> bool:
+        """Whether a worker that is not lost is reserved for a load."""
+        record = self._workers.get(worker_id)
+        return record is not None and not record.lost and record.load_id == load_id
 
     def deregister(self, worker_id: str, incarnation: str) -> str:
         """Forget a worker that stops; return the load that it held, or "".

@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 CLEANUP_SECONDS = 1.5
 """How long ending a failed load waits for its workers; a late one is told by its next heartbeat."""
 
-COMMIT_RETRY_SECONDS = 0.2
+RETRY_SECONDS = 0.2
+"""Pause before a worker that did not answer is asked again to commit or to free."""
 
 Stream = Callable[[StartStream, Callable[[Event], None]], Awaitable[None]]
 """Runs a job in the streamer; raises why it ended, if it was not success."""
@@ -125,8 +126,31 @@ class LoadRunner:
         if self._work is not None:
             self._work.cancel()
 
+    async def unload(self, is_gone: Callable[[str], bool]) -> None:
+        """Make the workers free a committed load, and return when each has done so or is gone.
+
+        Args:
+            is_gone: says of a worker id that its worker is not to be waited for.
+        """
+
+        async def abort(worker_id: str, client: WorkerClient) -> None:
+            while not is_gone(worker_id):
+                try:
+                    await client.abort(self.record.load_id)
+                    break
+                except LoaderError as error:
+                    _log.info("load %s: releasing: %s", self.record.load_id, error)
+                await asyncio.sleep(RETRY_SECONDS)
+
+        clients, self._clients = self._clients, []
+        await asyncio.gather(
+            *itertools.starmap(abort, zip(self.record.worker_ids, clients, strict=True))
+        )
+        for client in clients:
+            await client.close()
+
     async def release(self) -> None:
-        """Make the workers give back what they hold of the load; late ones are not waited for."""
+        """Make the workers give back what they hold of a failed load; late ones are not waited for."""
         clients, self._clients = self._clients, []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLEANUP_SECONDS):
@@ -207,7 +231,7 @@ class LoadRunner:
                 except WorkerLost:
                     if asyncio.get_running_loop().time() > deadline:
                         raise
-                await asyncio.sleep(COMMIT_RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
 
         results = await asyncio.gather(
             *itertools.starmap(commit, enumerate(self._clients)), return_exceptions=True

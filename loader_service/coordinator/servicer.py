@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
 
 from loader_service.background import BackgroundThreads
-from loader_service.checkpoint.catalog import TensorInfo
+from loader_service.checkpoint.catalog import Checkpoint, TensorInfo
 from loader_service.coordinator.admission import admission
 from loader_service.coordinator.coordinator import Coordinator
 from loader_service.coordinator.latest_checkpoint import LatestCheckpoint
@@ -61,6 +61,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._latest = LatestCheckpoint(coordinator.settings.model_root, coordinator.read)
         self._replay = RequestReplay()
         self._lookers = BackgroundThreads(LOOKS_AT_ONCE, "look")
+        self._latest_plan: tuple[tuple[Checkpoint, int, PlanOptions], PlannedLoad] | None = None
         self._watchers = 0
 
     async def RegisterWorker(
@@ -133,12 +134,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> tuple[PlannedLoad, coordinator_pb2.PlanLoadResponse]:
         options = request.options
         checkpoint = self._latest.read(request.path, options.allow_trailing_bytes)
-        planned = plan_chunks(
-            checkpoint,
-            request.tp,
-            _plan_options(options),
-            self._coordinator.settings.window_bytes,
-        )
+        asked = (checkpoint, request.tp, _plan_options(options))
+        # The pages of one list come from one plan; a checkpoint that was read anew is another one.
+        known = self._latest_plan
+        if known is not None and known[0] == asked:
+            planned = known[1]
+        else:
+            planned = plan_chunks(*asked, self._coordinator.settings.window_bytes)
+            self._latest_plan = asked, planned
         plan = planned.plan
         tensors: Sequence[coordinator_pb2.TensorPlan] = ()
         token = ""
@@ -219,8 +222,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             require(caller.get(), METHOD_ROLES[f"/{cancel}"], "cancelling a load")
         self._watchers += 1
         try:
-            async for load in self._follow(record, request.after_revision):
-                yield coordinator_pb2.WatchLoadResponse(load=load)
+            async with contextlib.aclosing(self._follow(record, request.after_revision)) as loads:
+                async for load in loads:
+                    yield coordinator_pb2.WatchLoadResponse(load=load)
         finally:
             self._watchers -= 1
             if request.cancel_when_gone:
@@ -228,7 +232,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def _follow(
         self, record: LoadRecord, after_revision: int
-    ) -> AsyncIterator[types_pb2.Load]:
+    ) -> AsyncGenerator[types_pb2.Load, None]:
         revision = after_revision
         while True:
             # A settled load is sent even to a client that has seen this revision: it ends the call.

@@ -20,6 +20,7 @@ __all__ = [
     "CHANGING_METHODS",
     "LOCAL",
     "METHOD_ROLES",
+    "NOBODY",
     "OPEN_METHODS",
     "Access",
     "Identity",
@@ -66,6 +67,9 @@ class Identity:
 
 LOCAL = Identity("local", frozenset(Role))
 """Everybody, on a server without access control."""
+
+NOBODY = Identity("anonymous", frozenset())
+"""A caller that has not been told apart yet, and may do nothing."""
 
 _VIEWERS = frozenset({Role.VIEWER, Role.OPERATOR, Role.ADMIN})
 _OPERATORS = frozenset({Role.OPERATOR, Role.ADMIN})
@@ -122,7 +126,7 @@ OPEN_METHODS = frozenset(
 )
 """Methods that need no identity: probes have none, and the answers say only up or not."""
 
-caller: contextvars.ContextVar[Identity] = contextvars.ContextVar("caller", default=LOCAL)
+caller: contextvars.ContextVar[Identity] = contextvars.ContextVar("caller", default=NOBODY)
 """The identity on whose behalf the running call works."""
 
 

@@ -25,7 +25,14 @@ from loader_service.errors import (
     QuotaExceeded,
 )
 from loader_service.serving import access
-from loader_service.serving.access import CHANGING_METHODS, LOCAL, OPEN_METHODS, Access, Identity
+from loader_service.serving.access import (
+    CHANGING_METHODS,
+    LOCAL,
+    NOBODY,
+    OPEN_METHODS,
+    Access,
+    Identity,
+)
 from loader_service.serving.audit import AuditLog
 from loader_service.serving.metrics import Metrics
 from loader_service.serving.status import trailing_metadata
@@ -55,7 +62,6 @@ _SHAPES: dict[
 """By (request streaming, response streaming): kind for the metrics, behavior, maker of the handler."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
-_NOBODY = Identity("anonymous", frozenset())
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -117,12 +123,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 with self._recorded(call):
                     request = decode(call, raw)
                     await self._admit(call)
-                    # gRPC itself cancels a call whose own deadline has passed.
-                    async with asyncio.timeout(None if call.deadline else MOST_SECONDS):
-                        call.response = await behavior(request, context)
+                    call.response = await _in_time(call, behavior(request, context))
                 return call.response
-            except Exception as error:  # noqa: BLE001 - the boundary of a call
-                await _abort(context, error)
+            except LoaderError as error:
+                await context.abort(*trailing_metadata(error))
 
         return handle
 
@@ -134,10 +138,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     request = decode(call, raw)
                     await self._admit(call)
                     with self._counted(call.identity):
-                        async for response in behavior(request, context):
-                            yield response
-            except Exception as error:  # noqa: BLE001 - the boundary of a call
-                await _abort(context, error)
+                        # Closed here and now when the caller goes away, not when it is collected.
+                        async with contextlib.aclosing(behavior(request, context)) as responses:
+                            async for response in responses:
+                                yield response
+            except LoaderError as error:
+                await context.abort(*trailing_metadata(error))
 
         return handle
 
@@ -168,13 +174,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _recorded(self, call: _Call) -> Iterator[None]:
-        """Count the call, and write it to the access log and to the audit log."""
+        """Count the call, and write it to the access log and to the audit log.
+
+        Raises:
+            LoaderError: in place of every other exception of the call.
+        """
         self._metrics.call_started(call.kind, call.method)
         code, reason = grpc.StatusCode.OK, ""
         try:
             yield
-        except BaseException as error:
-            code, reason = _outcome(call, error)
+        except LoaderError as error:
+            code, reason = error.status, error.reason
+            raise
+        except Exception as error:
+            _log.exception("a call failed")
+            failure = InternalError(f"{type(error).__name__}: {error}")
+            code, reason = failure.status, failure.reason
+            raise failure from error
+        except BaseException:  # cancelled, or closed in the middle of its responses
+            late = call.deadline is not None and time.monotonic() >= call.deadline
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
             raise
         finally:
             seconds = time.monotonic() - call.started
@@ -201,7 +220,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     code=code,
                     reason=reason,
                     # Of somebody unknown nothing is kept: they could fill the disk with it.
-                    request=None if call.identity is _NOBODY else call.request,
+                    request=None if call.identity is NOBODY else call.request,
                     response=call.response,
                 )
 
@@ -219,12 +238,12 @@ class _Call:
         given = str(self.metadata.get(REQUEST_ID_KEY, ""))
         # What a caller writes into the log is checked, so that it cannot forge lines.
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        self.identity = _NOBODY
+        self.identity = NOBODY
         self.started = time.monotonic()
         # Asked for now: gRPC's own part of a call that was cut short is gone when it ends here.
         self.peer = context.peer()
-        remaining = context.time_remaining()
-        self.deadline = None if remaining is None else self.started + remaining
+        remaining: float | None = context.time_remaining()
+        self.deadline: float | None = None if remaining is None else self.started + remaining
 
 
 _Decode = Callable[[_Call, Any], Any]
@@ -279,26 +298,16 @@ def _token(call: _Call) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _outcome(call: _Call, error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Return code and reason with which a call ends."""
-    if isinstance(error, LoaderError):
-        return error.status, error.reason
-    if isinstance(error, TimeoutError):
-        return grpc.StatusCode.DEADLINE_EXCEEDED, ""
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        late = call.deadline is not None and time.monotonic() >= call.deadline
-        return (grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED), ""
-    return grpc.StatusCode.INTERNAL, type(error).__name__
-
-
-async def _abort(context: _Context, error: Exception) -> None:
-    """End the call with the error's status."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, TimeoutError):
-        error = DeadlineExceeded(f"the call took longer than {MOST_SECONDS:.0f} s")
-    elif not isinstance(error, LoaderError):
-        _log.exception("a call failed", exc_info=error)
-        error = InternalError(f"{type(error).__name__}: {error}")
-    code, message, metadata = trailing_metadata(error)
-    await context.abort(code, message, metadata)
+async def _in_time(call: _Call, work: Awaitable[Any]) -> Any:
+    """Bound a call that has no deadline; gRPC itself cancels one whose own has passed."""
+    if call.deadline is not None:
+        return await work
+    limit = asyncio.timeout(MOST_SECONDS)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError as error:
+        if limit.expired():
+            raise DeadlineExceeded(f"the call took longer than {MOST_SECONDS:.0f} s") from error
+        # A fault of the work itself, a file system's for example.
+        raise

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from loader_service.client import AsyncLoaderClient
 from tests.certificates import ROLES, Authority, identity, token_identity, write_access
+from tests.checkpoints import random_tensor, write_file
 from tests.cluster import Cluster, cluster
+from tests.control_plane import MODEL_BYTES, ControlPlane, control_plane
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +42,28 @@ def access(tmp_path: Path) -> str:
         identity("looker", "viewer", certificate="looker.example"),
         *(token_identity(role, f"token-of-{role}") for role in ROLES),
     )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of one tensor."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_file(folder / "model.safetensors", [random_tensor("t", "U8", (MODEL_BYTES,))])
+    return folder
+
+
+@pytest.fixture
+async def plane(model: Path) -> AsyncIterator[ControlPlane]:
+    """A coordinator in this process, with four played workers."""
+    async with control_plane(
+        model.parent, workers=["w0", "w1", "w2", "w3"], stall_seconds=0.3
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(plane: ControlPlane) -> AsyncIterator[AsyncLoaderClient]:
+    """A client of `plane`."""
+    async with AsyncLoaderClient(plane.address) as connected:
+        yield connected

@@ -372,7 +372,7 @@ async def test_a_commit_that_does_not_get_through_is_repeated(stage: Stage) -> N
 async def test_a_commit_that_never_gets_through_fails_the_load_and_releases_all(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "COMMIT_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.05)
     stage.workers[1].commit_errors = [WorkerLost("no answer")] * 1000
     await stage.run()
     assert (stage.state, stage.reason) == ("FAILED", "WORKER_LOST")

@@ -35,15 +35,20 @@ def test_a_message_cannot_forge_a_line_of_the_log(monkeypatch: pytest.MonkeyPatc
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
-    log_to_stderr("coordinator")
+    log_to_stderr("coordinator 100%d")
     try:
-        raise ValueError("inner")
+        raise ValueError(
+            "2026-12-01\n2026-12-01 INFO coordinator: all is well\x1b[2J" + "z" * 10**6
+        )
     except ValueError:
         root.exception("load %s", "x\n2026-12-01 INFO coordinator: all is well\x1b[2J")
     root.error("%s", "z" * 1_000_000)
     first, *trace, last = stream.getvalue().splitlines()
     assert "x\\n2026-12-01 INFO coordinator: all is well\\x1b[2J" in first
-    assert trace[0].startswith("Traceback")
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert all(line.startswith("  ") and line.isprintable() for line in trace)
+    assert max(map(len, trace)) < 10_000
+    assert "ERROR coordinator 100%d: zzz" in last
     assert len(last) < 10_000
 
 
