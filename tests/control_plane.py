@@ -39,6 +39,8 @@ class PlayedWorker:
         self._worker_id = worker_id
 
     async def incarnation(self) -> str:
+        # As a call does: others may come in between.
+        await asyncio.sleep(0)
         life = self._plane.alive.get(self._worker_id)
         if life is None:
             raise WorkerLost("nobody answers", worker_id=self._worker_id)
@@ -55,6 +57,8 @@ class PlayedWorker:
         assert self._plane.holding[self._worker_id] == load_id
 
     async def abort(self, load_id: str) -> None:
+        if self._worker_id not in self._plane.alive:
+            raise WorkerLost("nobody answers", worker_id=self._worker_id)
         if self._plane.holding.get(self._worker_id) == load_id:
             del self._plane.holding[self._worker_id]
 

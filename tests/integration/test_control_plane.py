@@ -23,10 +23,10 @@ from loader_service.errors import (
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
-    OutOfMemory,
     QuotaExceeded,
     WorkerBusy,
     WorkerLost,
+    WrongState,
 )
 from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 from tests.checkpoints import random_tensor, write_file
@@ -34,9 +34,11 @@ from tests.control_plane import (
     MODEL_BYTES,
     ONE_RANK,
     ControlPlane,
+    PlayedWorker,
     begin,
     control_plane,
     last_of,
+    state_of,
     until,
 )
 
@@ -182,6 +184,61 @@ async def test_two_loads_cannot_have_one_worker(
     assert (await last_of(client, first.load_id)).state == types_pb2.LOAD_STATE_SUCCEEDED
 
 
+async def test_a_load_is_unloaded_when_its_workers_say_so(
+    plane: ControlPlane, client: AsyncLoaderClient
+) -> None:
+    load = await begin(client, worker_ids=["w0", "w1"])
+    (await plane.next_stream()).finish()
+    await last_of(client, load.load_id)
+    life = plane.alive.pop("w1")
+    unloading = asyncio.create_task(client.unload(load.load_id))
+    await until(lambda: has_let_go(plane, "w0"))
+    await asyncio.sleep(0.3)
+    assert not unloading.done()
+    assert await state_of(client, load.load_id) == "UNLOADING"
+    plane.alive["w1"] = life
+    unloaded = await unloading
+    assert [rank.state for rank in unloaded.ranks] == [types_pb2.RANK_STATE_RELEASED] * 2
+    assert not plane.holding
+
+
+async def test_a_worker_that_is_lost_is_not_waited_for(model: Path) -> None:
+    async with (
+        control_plane(model.parent, workers=["w0"], lease_seconds=0.5) as plane,
+        AsyncLoaderClient(plane.address) as client,
+    ):
+        load = await begin(client, tp=1)
+        (await plane.next_stream()).finish()
+        await last_of(client, load.load_id)
+        plane.alive.clear()
+        unloaded = await client.unload(load.load_id)
+    assert unloaded.state == types_pb2.LOAD_STATE_UNLOADED
+    assert [rank.state for rank in unloaded.ranks] == [types_pb2.RANK_STATE_LOST]
+
+
+async def has_let_go(plane: ControlPlane, worker_id: str) -> bool:
+    return worker_id not in plane.holding
+
+
+async def test_a_load_that_fails_already_is_not_said_to_be_cancelled(
+    plane: ControlPlane, client: AsyncLoaderClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = asyncio.Event()
+
+    async def abort(self: PlayedWorker, load_id: str) -> None:
+        await released.wait()
+
+    monkeypatch.setattr(PlayedWorker, "abort", abort)
+    load = await begin(client)
+    (await plane.next_stream()).fail(WorkerLost("broken", worker_id="w0"))
+    await asyncio.sleep(0.1)
+    cancelling = asyncio.create_task(client.cancel(load.load_id))
+    await asyncio.sleep(0.1)
+    released.set()
+    with pytest.raises(WrongState, match="FAILED"):
+        await cancelling
+
+
 # ---------------------------------------------------------------- admission
 
 
@@ -198,12 +255,18 @@ async def test_a_plan_says_which_workers_it_would_get_and_whether_it_fits(
     assert [rank.fits for rank in plan.admission.ranks] == [True, False]
     refusal = plan.admission.refusal
     assert (refusal.reason, refusal.metadata["rank"]) == ("OUT_OF_MEMORY", "1")
-    assert str(MODEL_BYTES - 1) in refusal.message
+    assert f"{MODEL_BYTES - 1} are free; idle worker" in refusal.message
+    # Advice is worth something only about workers that can be had.
+    for number, worker_id in enumerate(("w0", "w2", "w3")):
+        plane.coordinator.registry.get(worker_id).memory.free_bytes = (1 << 40) + number
+    await client.drain_worker("w3")
+    plan = await client.plan("model", 1, options=ONE_RANK, worker_ids=["w1"])
+    assert plan.admission.refusal.message.endswith(f"'w2' has the most free: {(1 << 40) + 1}")
+    await client.undrain_worker("w3")
     named = await client.plan("model", 2, options=ONE_RANK, worker_ids=["w3", "w2"])
     assert [rank.worker_id for rank in named.admission.ranks] == ["w3", "w2"]
     many = await client.plan("model", 5, options=ONE_RANK)
     assert many.admission.refusal.reason == "NOT_ENOUGH_WORKERS"
-    assert OutOfMemory.default_reason == refusal.reason
 
 
 # ---------------------------------------------------------------- repeated requests
@@ -298,6 +361,26 @@ async def test_one_caller_may_have_so_many_loads_on_their_way(model: Path) -> No
         (await plane.next_stream()).finish()
         await last_of(client, loads[0].load_id)
         assert (await begin(client, 1)).load_id
+
+
+async def test_a_load_that_is_being_unloaded_is_not_on_its_way(model: Path) -> None:
+    async with (
+        control_plane(model.parent, workers=["w0", "w1"], max_loads=1) as plane,
+        AsyncLoaderClient(plane.address) as client,
+    ):
+        load = await begin(client, tp=1, worker_ids=["w0"])
+        (await plane.next_stream()).finish()
+        await last_of(client, load.load_id)
+        life = plane.alive.pop("w0")
+        unloading = asyncio.create_task(client.unload(load.load_id))
+        await until(lambda: is_in(client, load.load_id, "UNLOADING"))
+        await begin(client, tp=1, worker_ids=["w1"])
+        plane.alive["w0"] = life
+        await unloading
+
+
+async def is_in(client: AsyncLoaderClient, load_id: str, state: str) -> bool:
+    return await state_of(client, load_id) == state
 
 
 async def test_a_call_without_time_is_refused_before_it_changes_anything(

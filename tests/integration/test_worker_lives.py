@@ -62,6 +62,21 @@ async def test_a_new_life_takes_over_from_one_that_does_not_answer(
     assert "started again" in ended.failure.message
 
 
+async def test_of_two_processes_that_want_one_name_at_once_one_gets_it(plane: ControlPlane) -> None:
+    """Both ask the dead owner; the second must ask the first, too."""
+    del plane.alive["w0"]
+
+    async def come(life: str) -> None:
+        await plane.coordinator.register(registration("w0", life))
+        plane.alive["w0"] = life
+
+    results = await asyncio.gather(come("life-2"), come("life-3"), return_exceptions=True)
+    (refused,) = (result for result in results if result is not None)
+    assert isinstance(refused, Conflict)
+    assert refused.reason == "WORKER_ID_TAKEN"
+    assert plane.coordinator.registry.get("w0").registration.incarnation == plane.alive["w0"]
+
+
 async def test_an_old_life_that_returns_is_turned_away(plane: ControlPlane) -> None:
     """A stopped process wakes up after its successor has registered."""
     plane.alive["w0"] = "life-2"

@@ -150,11 +150,21 @@ async def test_an_answer_passes_through_unchanged(served: Served) -> None:
     assert answer.next_page_token == "fine"
 
 
-async def test_a_method_that_nobody_serves_keeps_its_status(served: Served) -> None:
+async def test_a_method_without_an_implementation_is_a_fault(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await served.coordinator.Unload(coordinator_pb2.UnloadRequest(), timeout=5)
-    assert caught.value.code() in {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL}
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert isinstance(from_rpc_error(caught.value), InternalError)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_file_system_that_times_out_is_no_deadline(verb: str, served: Served) -> None:
+    served.servicer.error = TimeoutError(110, "Connection timed out")
+    told = await served.failure(verb)
+    assert (type(told), told.message) == (
+        InternalError,
+        "TimeoutError: [Errno 110] Connection timed out",
+    )
 
 
 async def test_an_answer_that_does_not_come_in_time_is_a_deadline(served: Served) -> None:
