@@ -7,9 +7,13 @@ install.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -36,6 +40,9 @@ FAILURE_KEY = "loader-failure-bin"
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata that names a call in the logs of both sides."""
+
+_DIAGNOSIS_SECONDS = 3.0
+"""How long to look at a server's TLS after a call that had no deadline."""
 
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -68,6 +75,15 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Connection:
+    """A channel with its stub, and how many calls use them."""
+
+    channel: Any
+    stub: Any
+    calls: int = 0
+
+
 class _Endpoint:
     """One server as its callers see it: a channel that is opened anew when certificates change."""
 
@@ -94,33 +110,11 @@ class _Endpoint:
         self.security = security
         self._make_stub = stub
         self._stamp: object = None
-        self._channels: list[Any] = []
-        self._stub: Any = None
-
-    @property
-    def stub(self) -> Any:
-        """The stub to make the next call with.
-
-        While changed files cannot be used (one of a pair has been replaced already), it is the one
-        before.
-
-        Raises:
-            InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
-        """
-        stamp = self.security.stamp()
-        if self._stub is None or stamp != self._stamp:
-            # Calls under way keep the channel that they began on.
-            try:
-                channel = self._open()
-            except InvalidRequest as error:
-                if self._stub is None:
-                    raise
-                _log.warning("%s; the last good files stay", error)
-                return self._stub
-            self._channels.append(channel)
-            self._stub = self._make_stub(channel)
-            self._stamp = stamp
-        return self._stub
+        self._complained: object = None
+        # The last one is for new calls; those before it wait for the end of their calls.
+        self._connections: list[_Connection] = []
+        # Reentrant: the garbage collector may end an abandoned watch at any point of any thread.
+        self._lock = threading.RLock()
 
     def metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
         """Return what every call carries: the bearer token and the request's id, where there are any.
@@ -135,11 +129,47 @@ class _Endpoint:
             entries.append((REQUEST_ID_KEY, request_id))
         return tuple(entries)
 
-    def _outdated(self) -> list[Any]:
-        """Take out the channels before the last two; certificates change so seldom that none is in use."""
-        old = self._channels[:-2]
-        del self._channels[:-2]
-        return old
+    def _take(self) -> _Connection:
+        """Count a call on the newest connection, and return that.
+
+        While changed files cannot be used (one of a pair has been replaced already), it is the one
+        before.
+
+        Raises:
+            InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
+        """
+        with self._lock:
+            stamp = self.security.stamp()
+            if not self._connections or stamp != self._stamp:
+                self._reopen(stamp)
+            connection = self._connections[-1]
+            connection.calls += 1
+            return connection
+
+    def _reopen(self, stamp: object) -> None:
+        try:
+            channel = self._open()
+        except InvalidRequest as error:
+            if not self._connections:
+                raise
+            # Tried again at every call, as rights may change without a new stamp.
+            if (stamp, error.message) != self._complained:
+                _log.warning("%s; the last good files stay", error)
+            self._complained = (stamp, error.message)
+            return
+        self._connections.append(_Connection(channel, self._make_stub(channel)))
+        self._stamp = stamp
+
+    def _give_back(self, connection: _Connection) -> None:
+        with self._lock:
+            connection.calls -= 1
+
+    def _unused(self) -> list[Any]:
+        """Take out the channels that are neither for new calls nor used by one under way."""
+        with self._lock:
+            unused = [each for each in self._connections[:-1] if not each.calls]
+            self._connections = [each for each in self._connections if each not in unused]
+        return [each.channel for each in unused]
 
     def _open(self) -> Any:
         raise NotImplementedError
@@ -149,10 +179,12 @@ class _Endpoint:
             return (*_OPTIONS, ("grpc.ssl_target_name_override", self.security.server_name))
         return _OPTIONS
 
-    def _explained(self, error: LoaderError) -> LoaderError:
-        if isinstance(error, errors.ServiceUnavailable):
-            return tls_diagnosis.explain(self.address, self.security) or error
-        return error
+    def _explained(self, error: grpc.RpcError, seconds: float) -> LoaderError:
+        failure = from_rpc_error(error)
+        # A server that has sent its own error has been reached.
+        if isinstance(failure, errors.ServiceUnavailable) and not _sent_failure(error):
+            return tls_diagnosis.explain(self.address, self.security, seconds) or failure
+        return failure
 
 
 class AsyncEndpoint(_Endpoint):
@@ -179,23 +211,48 @@ class AsyncEndpoint(_Endpoint):
         Raises:
             LoaderError: what the server raised, or what happened on the way.
         """
-        stub = self.stub
-        for channel in self._outdated():
-            await channel.close()
+        ends = time.monotonic() + timeout_seconds
         try:
-            return await getattr(stub, method)(
-                request, timeout=timeout_seconds, metadata=self.metadata(request_id)
-            )
+            async with self.lend() as stub:
+                return await getattr(stub, method)(
+                    request, timeout=timeout_seconds, metadata=self.metadata(request_id)
+                )
         except grpc.RpcError as error:
-            raise await self.translate(error) from error
+            raise await self.translate(error, ends - time.monotonic()) from error
 
-    async def translate(self, error: grpc.RpcError) -> LoaderError:
-        """Return what a call's error means; for an unreachable server look at its TLS too."""
-        return await asyncio.to_thread(self._explained, from_rpc_error(error))
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[Any]:
+        """Yield the stub to make a call with; its channel stays open for as long as the block lasts.
+
+        Raises:
+            InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
+        """
+        connection = self._take()
+        try:
+            await self._close_unused()
+            yield connection.stub
+        finally:
+            self._give_back(connection)
+            await self._close_unused()
+
+    async def translate(
+        self, error: grpc.RpcError, seconds: float = _DIAGNOSIS_SECONDS
+    ) -> LoaderError:
+        """Return what a call's error means.
+
+        Args:
+            error: what gRPC raised.
+            seconds: how long it may take to look at the TLS of a server that cannot be reached.
+        """
+        return await asyncio.to_thread(self._explained, error, seconds)
 
     async def close(self) -> None:
         """Close every channel; repeating it is harmless."""
-        for channel in self._channels:
+        for connection in list(self._connections):
+            await connection.channel.close()
+
+    async def _close_unused(self) -> None:
+        for channel in self._unused():
             await channel.close()
 
 
@@ -213,36 +270,44 @@ class SyncEndpoint(_Endpoint):
         self, method: str, request: object, timeout_seconds: float, request_id: str = ""
     ) -> Any:
         """Make a call with one answer, and return that; see `AsyncEndpoint.call`."""
-        stub = self.stub
-        for channel in self._outdated():
-            channel.close()
+        ends = time.monotonic() + timeout_seconds
         try:
-            return getattr(stub, method)(
-                request, timeout=timeout_seconds, metadata=self.metadata(request_id)
-            )
+            with self.lend() as stub:
+                return getattr(stub, method)(
+                    request, timeout=timeout_seconds, metadata=self.metadata(request_id)
+                )
         except grpc.RpcError as error:
-            raise self.translate(error) from error
+            raise self.translate(error, ends - time.monotonic()) from error
 
-    def translate(self, error: grpc.RpcError) -> LoaderError:
-        """Return what a call's error means; for an unreachable server look at its TLS too."""
-        return self._explained(from_rpc_error(error))
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Any]:
+        """Yield the stub to make a call with; see `AsyncEndpoint.lend`."""
+        connection = self._take()
+        try:
+            self._close_unused()
+            yield connection.stub
+        finally:
+            self._give_back(connection)
+            self._close_unused()
+
+    def translate(self, error: grpc.RpcError, seconds: float = _DIAGNOSIS_SECONDS) -> LoaderError:
+        """Return what a call's error means; see `AsyncEndpoint.translate`."""
+        return self._explained(error, seconds)
 
     def close(self) -> None:
         """Close every channel; repeating it is harmless."""
-        for channel in self._channels:
+        for connection in list(self._connections):
+            connection.channel.close()
+
+    def _close_unused(self) -> None:
+        for channel in self._unused():
             channel.close()
 
 
 def from_rpc_error(error: grpc.RpcError) -> LoaderError:
     """Return the error that the server raised, or one for what happened on the way."""
-    trailing: Any = error.trailing_metadata()
-    for key, value in trailing or ():
-        if key == FAILURE_KEY:
-            try:
-                failure = types_pb2.Failure.FromString(value)
-            except DecodeError:
-                break  # Whoever sent this is no server of ours; the status is all that counts.
-            return errors.from_fields(failure.reason, failure.message, failure.metadata)
+    if failure := _sent_failure(error):
+        return failure
     details = error.details()
     match error.code():
         case grpc.StatusCode.UNAVAILABLE:
@@ -250,3 +315,16 @@ def from_rpc_error(error: grpc.RpcError) -> LoaderError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(details or "the answer did not come in time")
     return InternalError(details or "the call failed without a text", grpc_status=error.code().name)
+
+
+def _sent_failure(error: grpc.RpcError) -> LoaderError | None:
+    """Return the error that the server itself raised; None where the status is all there is."""
+    trailing: Any = error.trailing_metadata()
+    for key, value in trailing or ():
+        if key == FAILURE_KEY:
+            try:
+                failure = types_pb2.Failure.FromString(value)
+            except DecodeError:
+                return None  # Whoever sent this is no server of ours.
+            return errors.from_fields(failure.reason, failure.message, failure.metadata)
+    return None

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import ssl
-from pathlib import Path
 
 import grpc
 
+from loader_service import pem
 from loader_service.errors import InvalidRequest
 from loader_service.file_stamp import file_stamp
 
-__all__ = ["ChannelSecurity"]
+__all__ = ["MOST_TOKEN_CHARACTERS", "ChannelSecurity"]
 
-_MOST_TOKEN_CHARACTERS = 8192
+MOST_TOKEN_CHARACTERS = 8192
 """Servers take 16 KiB of metadata, and no longer token for a service account's."""
 
-_TOKEN = re.compile(rf"[\x21-\x7e]{{1,{_MOST_TOKEN_CHARACTERS}}}")
+_TOKEN = re.compile(rf"[\x21-\x7e]{{1,{MOST_TOKEN_CHARACTERS}}}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,31 +59,14 @@ class ChannelSecurity:
         Raises:
             InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
         """
-        for name in (self.ca_cert, self.cert, self.key):
-            _read(name)
-        self._check()
-        return grpc.ssl_channel_credentials(
+        roots = None
+        if self.ca_cert:
+            roots = pem.read_authorities(self.ca_cert)
+        elif usual := ssl.get_default_verify_paths().cafile:
             # Without any gRPC would trust a list of its own, not the machine's.
-            root_certificates=_read(self.ca_cert or ssl.get_default_verify_paths().cafile or ""),
-            private_key=_read(self.key),
-            certificate_chain=_read(self.cert),
-        )
-
-    def _check(self) -> None:
-        """Refuse files that are no certificates or do not fit; gRPC would only be unavailable."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        names = self.ca_cert
-        try:
-            if self.ca_cert:
-                context.load_verify_locations(self.ca_cert)
-            names = f"{self.cert}, {self.key}"
-            if self.cert:
-                # The empty password refuses an encrypted key; without one OpenSSL would ask for it.
-                context.load_cert_chain(self.cert, self.key, password="")
-        except ssl.SSLError as error:
-            raise InvalidRequest(
-                f"{names}: {error.reason or error}", reason="TLS_FILES_INVALID", field="tls_cert"
-            ) from error
+            roots = pem.read_file(usual)
+        chain, key = pem.read_pair(self.cert, self.key) if self.cert else (None, None)
+        return grpc.ssl_channel_credentials(roots, private_key=key, certificate_chain=chain)
 
     def for_other_servers(self) -> ChannelSecurity:
         """Return the same without `server_name`, which is that of one server."""
@@ -99,26 +82,14 @@ class ChannelSecurity:
         Raises:
             InvalidRequest: FILE_UNREADABLE, or TOKEN_INVALID.
         """
-        text = _read(self.token_file)
-        if text is None:
+        if not self.token_file:
             return ""
-        token = text.decode("ascii", "replace").strip()
+        token = pem.read_file(self.token_file).decode("ascii", "replace").strip()
         if not _TOKEN.fullmatch(token):
             raise InvalidRequest(
-                f"{self.token_file} does not hold a token: up to {_MOST_TOKEN_CHARACTERS} printable "
+                f"{self.token_file} does not hold a token: up to {MOST_TOKEN_CHARACTERS} printable "
                 "ASCII characters without a space",
                 reason="TOKEN_INVALID",
                 file=self.token_file,
             )
         return token
-
-
-def _read(name: str) -> bytes | None:
-    if not name:
-        return None
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise InvalidRequest(
-            f"{name} cannot be read: {error.strerror}", reason="FILE_UNREADABLE", file=name
-        ) from error

@@ -13,21 +13,28 @@ from loader_service.errors import LoaderError, Unauthenticated
 
 __all__ = ["explain"]
 
-CONNECT_SECONDS = 1.0
+STEP_SECONDS = 1.0
+"""Most time for each of: to connect, to shake hands, to wait for the server's first word."""
 
 
-def explain(address: str, security: ChannelSecurity) -> LoaderError | None:
+def explain(address: str, security: ChannelSecurity, seconds: float) -> LoaderError | None:
     """Try the handshake that gRPC has failed at, and return what is wrong with it.
 
-    Blocks for up to some seconds.
+    Args:
+        address: `HOST:PORT` of the server.
+        security: how it was called.
+        seconds: how long this may block; three steps are enough in any case.
 
     Returns:
         None where TLS is not what fails.
     """
+    step = min(STEP_SECONDS, seconds / 3)
+    if step <= 0:
+        return None
     try:
         host, port = addresses.split(address)
-        with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
-            connection.settimeout(CONNECT_SECONDS)
+        with socket.create_connection((host, port), step) as connection:
+            connection.settimeout(step)
             if not security.uses_tls:
                 return _explain_plaintext(connection, address)
             return _explain_tls(connection, host, security)

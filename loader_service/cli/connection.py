@@ -15,6 +15,7 @@ from typing import Any
 from loader_service.cli.durations import parse_seconds
 
 __all__ = [
+    "EXIT_USAGE",
     "SETTINGS",
     "ConnectionSettings",
     "Contexts",
@@ -23,6 +24,10 @@ __all__ = [
     "SettingsError",
     "resolve",
 ]
+
+
+EXIT_USAGE = 2
+"""Exit code where options, environment or config file make no sense."""
 
 
 class SettingsError(Exception):
@@ -88,7 +93,7 @@ SETTINGS = (
         "Name expected in the servers' certificates.",
     ),
     Setting("token-file", Kind.FILE, "LOADER_TOKEN_FILE", "", "FILE", "File with a bearer token."),
-    Setting("timeout", Kind.TIME, "LOADER_TIMEOUT", "10s", "TIME", "Deadline of each call."),
+    Setting("timeout", Kind.TIME, "LOADER_TIMEOUT", "per call", "TIME", "Deadline of each call."),
 )
 """All settings that a context can hold."""
 
@@ -128,39 +133,31 @@ class ConnectionSettings:
 
     Attributes:
         endpoint: `HOST:PORT` of the coordinator.
-        tls: True and False as given; None follows from the certificates.
+        tls: whether calls are encrypted.
         tls_ca_cert: authorities that sign servers' certificates.
         tls_cert: certificate chain to show.
         tls_key: key of `tls_cert`.
         tls_server_name: name expected in servers' certificates.
         token_file: file with a bearer token.
         timeout: deadline of a call as it was written.
+        timeout_seconds: that in seconds; None leaves each kind of call its own.
         context: the context in use; empty without one.
         config_file: where contexts are kept.
         origins: where each setting came from, by its key, and `context`.
     """
 
     endpoint: str
-    tls: bool | None
+    tls: bool
     tls_ca_cert: str
     tls_cert: str
     tls_key: str
     tls_server_name: str
     token_file: str
     timeout: str
+    timeout_seconds: float | None
     context: str
     config_file: str
     origins: Mapping[str, str]
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether calls are encrypted."""
-        return bool(self.tls or self.tls_ca_cert or self.tls_cert)
-
-    @property
-    def timeout_seconds(self) -> float | None:
-        """Deadline of a call; None leaves each kind of call its own."""
-        return None if self.origins["timeout"] == "default" else parse_seconds(self.timeout)
 
 
 def resolve(
@@ -179,15 +176,16 @@ def resolve(
     context, context_origin = _context(flags, environ, contexts)
     named = contexts.settings_of(context) if context else {}
     given = {setting.key: _given(setting, flags, environ, named, context) for setting in SETTINGS}
-    _check_timeout(given["timeout"])
+    timeout_seconds = _seconds(given["timeout"]) if given["timeout"].closeness else None
     _settle_tls(given)
-    if given["tls"].value is None and (
-        implied := [key for key in _CERTIFICATES if given[key].value]
-    ):
-        given["tls"] = _Given(None, f"follows from {implied[0]}", 0)
+    if given["tls"].value is None:
+        implied = [key for key in _CERTIFICATES if given[key].value]
+        origin = f"follows from {implied[0]}" if implied else given["tls"].origin
+        given["tls"] = _Given(bool(implied), origin, 0)
     values: dict[str, Any] = {setting.field: given[setting.key].value for setting in SETTINGS}
     return ConnectionSettings(
         **values,
+        timeout_seconds=timeout_seconds,
         context=context,
         config_file=contexts.path,
         origins={
@@ -199,7 +197,7 @@ def resolve(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """A value, where it came from, and how close to the call that is."""
+    """A value, where it came from, and how close to the call that is; 0 is a default."""
 
     value: str | bool | None
     origin: str
@@ -239,13 +237,14 @@ def _given(
     return given
 
 
-def _check_timeout(given: _Given) -> None:
+def _seconds(given: _Given) -> float:
     try:
         seconds = parse_seconds(str(given.value))
     except ValueError as error:
         raise SettingsError(f"timeout ({given.origin}): {error}") from None
     if not seconds:
         raise SettingsError(f"timeout ({given.origin}): it must be more than 0")
+    return seconds
 
 
 def _settle_tls(given: dict[str, _Given]) -> None:

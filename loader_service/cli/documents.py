@@ -16,6 +16,7 @@ from loader_service.v1 import coordinator_pb2, types_pb2
 if TYPE_CHECKING:
     # Errors bring grpc, which `version` and `config` do without.
     from loader_service.cli.connection import ConnectionSettings, Contexts
+    from loader_service.cli.health import Answer
     from loader_service.errors import LoaderError
 
 __all__ = [
@@ -196,13 +197,18 @@ def refusal_document(error: LoaderError) -> dict[str, Any]:
     return {"reason": error.reason, "message": error.message, "validTp": list(valid_tp)}
 
 
-def health_document(checks: Sequence[tuple[str, str, str, str]]) -> dict[str, Any]:
-    """Return the document of `health`, from (name, address, status, message) of each server."""
+def health_document(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the document of `health`, from the answer of each server."""
     return {
-        "serving": all(status == "SERVING" for _, _, status, _ in checks),
+        "serving": all(answer.serving for answer in answers),
         "servers": [
-            {"name": name, "address": address, "status": status, "message": message}
-            for name, address, status, message in checks
+            {
+                "name": answer.target.name,
+                "address": answer.target.address,
+                "status": answer.status,
+                "message": answer.message,
+            }
+            for answer in answers
         ],
     }
 
@@ -220,7 +226,7 @@ def settings_document(settings: ConnectionSettings, keys: Sequence[str]) -> dict
         "settings": [
             {
                 "name": key,
-                "value": settings.uses_tls if key == "tls" else value,
+                "value": value,
                 "origin": settings.origins[key],
             }
             for key, value in values.items()

@@ -8,7 +8,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader_service.channel import AsyncEndpoint
 from loader_service.channel_security import ChannelSecurity
-from loader_service.cli.durations import parse_seconds
 from loader_service.cli.session import Session
 from loader_service.errors import LoaderError
 from loader_service.v1 import coordinator_pb2, worker_pb2
@@ -17,6 +16,9 @@ __all__ = ["COORDINATOR", "WORKER", "Answer", "Target", "check"]
 
 COORDINATOR = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+USUAL_SECONDS = 10.0
+"""Deadline of a check where nobody has given one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,15 +57,10 @@ class Answer:
         """Whether the server does its work."""
         return self.status == "SERVING"
 
-    @property
-    def fields(self) -> tuple[str, str, str, str]:
-        """Name, address, status and message, for the document."""
-        return self.target.name, self.target.address, self.status, self.message
-
 
 async def check(session: Session, target: Target) -> Answer:
     """Ask a server; one that cannot be asked does not serve."""
-    timeout = parse_seconds(session.settings.timeout)
+    timeout = session.settings.timeout_seconds or USUAL_SECONDS
     request = health_pb2.HealthCheckRequest(service=target.service)
     try:
         endpoint = AsyncEndpoint(target.address, target.security, health_pb2_grpc.HealthStub)

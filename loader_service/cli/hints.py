@@ -6,20 +6,22 @@ from collections.abc import Mapping
 
 from loader_service.errors import LoaderError, PlanRefused
 
-__all__ = ["HINTS", "WITHOUT_HINT", "hint"]
+__all__ = ["HINTS", "hint"]
 
 HINTS: Mapping[str, str] = {
     # Reaching the coordinator
     "UNAVAILABLE": "is a coordinator at {endpoint}? --endpoint or LOADER_ENDPOINT names another",
     "SHUTTING_DOWN": "the coordinator restarts or moves; try again in a moment",
-    "DEADLINE_EXCEEDED": "--timeout 60s (or LOADER_TIMEOUT) waits longer; `loaderctl health` asks "
-    "whether the coordinator answers at all",
+    "DEADLINE_EXCEEDED": "--timeout (or LOADER_TIMEOUT) gives calls more time; `loaderctl health` "
+    "asks whether the coordinator answers at all",
     "VERSION_SKEW": "install the same release of loader-service on the coordinator and its workers",
     # Who the caller is
     "UNAUTHENTICATED": "the coordinator wants to know who calls: --token-file, or --tls-cert with "
     "--tls-key",
     "TOKEN_UNKNOWN": "the access file of the coordinator does not list this token; `loaderctl config "
     "view --show-origin` shows which file it came from",
+    "TOKEN_NOT_REVIEWED": "the coordinator could not ask the Kubernetes API server whose token it is; its "
+    "log says why",
     "CERTIFICATE_UNKNOWN": "the access file of the coordinator does not list this certificate; "
     "another is named by --tls-cert and --tls-key",
     "ACCESS_DENIED": "ask for the role, or use a context of somebody who has it: --context",
@@ -81,40 +83,6 @@ HINTS: Mapping[str, str] = {
     "leaves it out",
 }
 """Hints by reason. `{endpoint}` is the coordinator's, other words are facts of the error."""
-
-WITHOUT_HINT = frozenset(
-    {
-        # The message names the field or the name that is wrong, and the caller typed it.
-        "INVALID_REQUEST",
-        "INVALID_FILE_NAME",
-        # The file itself is bad; the message says where, and no option helps.
-        "BAD_HEADER_LENGTH",
-        "DUPLICATE_TENSOR",
-        "INDEX_MISMATCH",
-        "INVALID_CONFIG",
-        "INVALID_HEADER",
-        "INVALID_INDEX",
-        "MISSING_TENSOR",
-        "OVERLAPPING_TENSORS",
-        "SHAPE_MISMATCH",
-        "TENSOR_IN_OTHER_SHARD",
-        "TENSOR_NOT_IN_INDEX",
-        "TENSOR_NOT_IN_SHARD",
-        "UNCOVERED_BYTES",
-        "UNKNOWN_DTYPE",
-        # Between coordinator and workers, or when a server starts: in their logs only.
-        "ACCESS_FILE_INVALID",
-        "CANNOT_LISTEN",
-        "INSECURE_LISTEN",
-        "INVALID_MANIFEST",
-        "MALFORMED_MESSAGE",
-        "WORKER_ID_TAKEN",
-        "WORKER_SUPERSEDED",
-        # A fault of the service: the message is all there is to say.
-        "INTERNAL",
-    }
-)
-"""Reasons for which there is nothing to say beyond the message."""
 
 
 def hint(error: LoaderError, endpoint: str) -> str:

@@ -15,10 +15,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from loader_service.cli.connection import SETTINGS, Kind, Setting
+from loader_service.cli.durations import parse_seconds
 from loader_service.cli.invocation import Invocation
 from loader_service.cli.output import Format
 
 __all__ = [
+    "AllowTrailingBytes",
     "Group",
     "LoadId",
     "Path",
@@ -26,6 +28,7 @@ __all__ = [
     "local_verb",
     "new_app",
     "seconds",
+    "seconds_above_0",
     "verb",
 ]
 
@@ -40,6 +43,10 @@ RequestId = Annotated[
     typer.Option(
         metavar="ID", help="Repeating a request with the same id does it once.", show_default=False
     ),
+]
+
+AllowTrailingBytes = Annotated[
+    bool, typer.Option("--allow-trailing-bytes", help="Accept bytes after a file's last tensor.")
 ]
 
 
@@ -127,18 +134,27 @@ def local_verb(
     return register
 
 
-def seconds(text: str) -> float:
-    """Return the seconds of a time option.
+def seconds(text: object) -> float:
+    """Return the seconds of a time option; to be its `parser`, which also gets the default.
 
     Raises:
         typer.BadParameter: it is no such text.
     """
-    from loader_service.cli.durations import parse_seconds
-
     try:
-        return parse_seconds(text)
+        return parse_seconds(str(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def seconds_above_0(text: object) -> float:
+    """Return the seconds of a time option that must not be 0; see `seconds`.
+
+    Raises:
+        typer.BadParameter: it is no such text, or 0.
+    """
+    if not (parsed := seconds(text)):
+        raise typer.BadParameter("it must be more than 0")
+    return parsed
 
 
 class Group(TyperGroup):

@@ -13,7 +13,7 @@ import typer
 
 from loader_service.channel_security import ChannelSecurity
 from loader_service.cli import connection, documents
-from loader_service.cli.connection import ConnectionSettings, SettingsError
+from loader_service.cli.connection import EXIT_USAGE, ConnectionSettings, SettingsError
 from loader_service.cli.contexts import read_contexts
 from loader_service.cli.hints import hint
 from loader_service.cli.invocation import Invocation
@@ -24,7 +24,6 @@ from loader_service.errors import InvalidRequest, LoaderError
 __all__ = ["EXIT_FAILED", "EXIT_UNAVAILABLE", "Session", "exit_code", "run"]
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 7
 EXIT_INTERRUPTED = 130
 _EXIT_CODES = {
@@ -128,7 +127,7 @@ async def _connected(
 
 def _security(settings: ConnectionSettings) -> ChannelSecurity:
     security = ChannelSecurity(
-        tls=bool(settings.tls),
+        tls=settings.tls,
         ca_cert=settings.tls_ca_cert,
         cert=settings.tls_cert,
         key=settings.tls_key,

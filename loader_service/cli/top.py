@@ -132,16 +132,31 @@ def _keys() -> Iterator[asyncio.Queue[str]]:
     """Yield the keys that are pressed, each as it comes; a change of the size counts as one."""
     keys: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGWINCH, keys.put_nowait, "")
-    if not sys.stdin.isatty():
+    with contextlib.ExitStack() as undo:
+        loop.add_signal_handler(signal.SIGWINCH, keys.put_nowait, "")
+        undo.callback(loop.remove_signal_handler, signal.SIGWINCH)
+        if sys.stdin.isatty():
+            terminal = sys.stdin.fileno()
+            undo.callback(_restore, terminal, termios.tcgetattr(terminal))
+            tty.setcbreak(terminal)
+            loop.add_reader(terminal, _read_key, terminal, keys)
+            undo.callback(loop.remove_reader, terminal)
         yield keys
-        return
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    tty.setcbreak(terminal)
-    loop.add_reader(terminal, lambda: keys.put_nowait(os.read(terminal, 1).decode("latin-1")))
+
+
+def _read_key(terminal: int, keys: asyncio.Queue[str]) -> None:
     try:
-        yield keys
-    finally:
-        loop.remove_reader(terminal)
+        key = os.read(terminal, 1)
+    except OSError:
+        key = b""
+    if not key:
+        # It has hung up, and would be ready to read for ever; nobody looks any more.
+        asyncio.get_running_loop().remove_reader(terminal)
+        key = b"q"
+    keys.put_nowait(key.decode("latin-1"))
+
+
+def _restore(terminal: int, before: list[Any]) -> None:
+    # One that has hung up has nothing to restore.
+    with contextlib.suppress(termios.error):
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

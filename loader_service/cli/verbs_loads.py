@@ -11,7 +11,15 @@ import typer
 
 from loader_service.cli import documents
 from loader_service.cli.hints import hint
-from loader_service.cli.options import LoadId, Path, RequestId, new_app, seconds, verb
+from loader_service.cli.options import (
+    AllowTrailingBytes,
+    LoadId,
+    Path,
+    RequestId,
+    new_app,
+    seconds,
+    verb,
+)
 from loader_service.cli.output import LOAD, PLAN, Format
 from loader_service.cli.progress import LoadProgress
 from loader_service.cli.session import EXIT_FAILED, Session, exit_code
@@ -57,9 +65,6 @@ Workers = Annotated[
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show how far it is.")]
 TiedOption = Annotated[Tied, typer.Option("--tied", help="A head in the file although it is tied.")]
 UnknownOption = Annotated[Unknown, typer.Option("--unknown", help="Tensors without a plan.")]
-Trailing = Annotated[
-    bool, typer.Option("--allow-trailing-bytes", help="Accept bytes after a file's last tensor.")
-]
 
 
 @verb(app, _FOLLOWED, example="loaderctl load llama-8b --tp 4 --wait-for-workers 60s")
@@ -69,8 +74,14 @@ async def load(
     tp: Tp = 1,
     workers: Workers = "",
     wait_for_workers: Annotated[
-        str, typer.Option(metavar="TIME", help="Wait for idle workers, e.g. 60s.")
-    ] = "0s",
+        float,
+        typer.Option(
+            metavar="TIME",
+            parser=seconds,
+            show_default=False,
+            help="Wait for idle workers, e.g. 60s.  [default: 0s]",
+        ),
+    ] = 0.0,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the load.")] = True,
     cancel_on_interrupt: Annotated[
         bool,
@@ -81,7 +92,7 @@ async def load(
     progress: Progress = True,
     tied: TiedOption = Tied.VERIFY,
     unknown: UnknownOption = Unknown.REFUSE,
-    allow_trailing_bytes: Trailing = False,
+    allow_trailing_bytes: AllowTrailingBytes = False,
     request_id: RequestId = "",
 ) -> None:
     """Put a checkpoint on a group of workers."""
@@ -90,7 +101,7 @@ async def load(
             path,
             tp,
             worker_ids=_names(workers),
-            wait_for_workers_seconds=seconds(wait_for_workers),
+            wait_for_workers_seconds=wait_for_workers,
             options=_plan_options(tied, unknown, allow_trailing_bytes),
             request_id=request_id,
         )
@@ -141,7 +152,7 @@ async def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Also list each tensor.")] = False,
     tied: TiedOption = Tied.VERIFY,
     unknown: UnknownOption = Unknown.REFUSE,
-    allow_trailing_bytes: Trailing = False,
+    allow_trailing_bytes: AllowTrailingBytes = False,
 ) -> None:
     """Show what a load would move, and whether it fits."""
     answer = await session.client.plan(
@@ -181,15 +192,24 @@ async def _interrupted(session: Session, load_id: str, cancel: bool) -> None:
         session.note(f"load {load_id} goes on; to cancel it: loaderctl cancel {load_id}")
         return
     try:
-        load = await session.client.cancel(load_id)
-    except WrongState:
-        # The end of the watch has cancelled it already, or it was committed before.
-        load = await session.client.get_load(load_id)
+        load = await _cancelled(session, load_id)
+    except LoaderError as error:
+        session.explain(error)
+        session.note(f"load {load_id} may go on; to cancel it: loaderctl cancel {load_id}")
+        return
     state = documents.enum_name(types_pb2.LoadState, load.state, "LOAD_STATE_")
     if load.state == types_pb2.LOAD_STATE_CANCELLED:
         session.note(f"load {load_id} is cancelled")
     else:
         session.note(f"load {load_id} is {state}; to give it back: loaderctl unload {load_id}")
+
+
+async def _cancelled(session: Session, load_id: str) -> types_pb2.Load:
+    try:
+        return await session.client.cancel(load_id)
+    except WrongState:
+        # The end of the watch has cancelled it already, or it was committed before.
+        return await session.client.get_load(load_id)
 
 
 def _finish(session: Session, load: types_pb2.Load) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer import completion as typer_completion
 
 from loader_service.cli import connection, documents
-from loader_service.cli.connection import SETTINGS, SettingsError
+from loader_service.cli.connection import EXIT_USAGE, SETTINGS, SettingsError
 from loader_service.cli.contexts import read_contexts, use_context
 from loader_service.cli.invocation import Invocation
 from loader_service.cli.options import local_verb, new_app
@@ -34,8 +34,6 @@ __all__ = [
     "version",
     "view",
 ]
-
-EXIT_USAGE = 2
 
 app = new_app("This program.")
 _config = new_app(

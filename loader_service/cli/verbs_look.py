@@ -11,11 +11,12 @@ import typer
 from loader_service.cli import documents
 from loader_service.cli import health as checks
 from loader_service.cli.options import (
+    AllowTrailingBytes,
     LoadId,
     Path,
     RequestId,
     new_app,
-    seconds,
+    seconds_above_0,
     verb,
 )
 from loader_service.cli.output import (
@@ -123,10 +124,7 @@ async def tensors(
 async def inspect(
     session: Session,
     path: Path,
-    allow_trailing_bytes: Annotated[
-        bool,
-        typer.Option("--allow-trailing-bytes", help="Accept bytes after a file's last tensor."),
-    ] = False,
+    allow_trailing_bytes: AllowTrailingBytes = False,
 ) -> None:
     """List a checkpoint's tensors from its headers."""
     answer = await session.client.inspect(path, allow_trailing_bytes=allow_trailing_bytes)
@@ -136,14 +134,19 @@ async def inspect(
 @verb(app, (Format.TABLE, Format.JSON, Format.JSONL), example="loaderctl top --interval 1s")
 async def top(
     session: Session,
-    interval: Annotated[str, typer.Option(metavar="TIME", help="Between two looks.")] = "2s",
+    interval: Annotated[
+        float,
+        typer.Option(
+            metavar="TIME",
+            parser=seconds_above_0,
+            show_default=False,
+            help="Between two looks.  [default: 2s]",
+        ),
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
 ) -> None:
     """Show loads and workers over and over; q or Ctrl-C ends it."""
-    pause = seconds(interval)
-    if not pause:
-        raise typer.BadParameter("--interval must be more than 0")
-    await follow(session, pause, once=once)
+    await follow(session, interval, once=once)
 
 
 @verb(
@@ -177,6 +180,7 @@ async def health(
             checks.Target(each.worker_id, each.address, checks.WORKER, security) for each in listed
         ]
         answers += await asyncio.gather(*(checks.check(session, each) for each in workers))
-    session.show(HEALTH, documents.health_document([answer.fields for answer in answers]))
-    if not all(answer.serving for answer in answers):
+    document = documents.health_document(answers)
+    session.show(HEALTH, document)
+    if not document["serving"]:
         raise typer.Exit(EXIT_UNAVAILABLE)

@@ -133,7 +133,9 @@ class LoaderClient:
     ) -> Generator[types_pb2.Load, None, None]:
         """Yield the load as it is, then at every change, until it serves or has ended.
 
-        A connection that breaks on the way is opened again; nothing is yielded twice.
+        A connection that breaks on the way is opened again. What was yielded before the break is not
+        repeated, but for the last one: one that breaks before the end of the call arrives makes the
+        coordinator tell again how the load has ended.
 
         Args:
             load_id: name of the load.
@@ -145,21 +147,21 @@ class LoaderClient:
         )
         while True:
             advanced = False
-            call = self._coordinator.stub.WatchLoad(
-                request, metadata=self._coordinator.metadata(_new_id())
-            )
             try:
-                for response in call:
-                    request.after_revision = response.load.revision
-                    advanced = True
-                    yield response.load
-                return
+                with self._coordinator.lend() as stub:
+                    call = stub.WatchLoad(request, metadata=self._coordinator.metadata(_new_id()))
+                    try:
+                        for response in call:
+                            request.after_revision = response.load.revision
+                            advanced = True
+                            yield response.load
+                        return
+                    finally:
+                        call.cancel()
             except grpc.RpcError as error:
                 failure = self._coordinator.translate(error)
                 if not (advanced and isinstance(failure, ServiceUnavailable)):
                     raise failure from error
-            finally:
-                call.cancel()
 
     def cancel(self, load_id: str, *, request_id: str = "") -> types_pb2.Load:
         """End a load that is not committed; return it after it has ended."""
@@ -294,7 +296,11 @@ class LoaderClient:
     ) -> Any:
         """Make one call; its deadline is the client's, or the usual one where it has none."""
         timeout = usual_timeout if self._timeout is None else self._timeout
-        return endpoint.call(method, request, timeout, _new_id())
+        # One id in the server's log and in the caller's hands, where the caller has chosen it.
+        given = getattr(request, "request_id", "")
+        # What a header cannot carry is for the request alone.
+        name = given if given.isascii() and given.isprintable() else ""
+        return endpoint.call(method, request, timeout, name or _new_id())
 
     def _pages(
         self,

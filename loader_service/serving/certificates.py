@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import ssl
-from pathlib import Path
 from typing import Any
 
 import grpc
 
+from loader_service import pem
 from loader_service.errors import InvalidRequest
 from loader_service.file_stamp import file_stamp
 
@@ -30,15 +29,10 @@ def server_credentials(cert: str, key: str, client_ca: str) -> grpc.ServerCreden
             Empty asks for none.
 
     Raises:
-        InvalidRequest: TLS_FILES_INVALID.
+        InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
     """
     files = _Files(cert, key, client_ca)
-    try:
-        first = files.load()
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidRequest(
-            f"{cert}, {key}: {error}", reason="TLS_FILES_INVALID", field="tls_cert"
-        ) from error
+    first = files.load()
     # The callback may return None; the type stubs do not know.
     fetch: Any = files.load_if_changed
     return grpc.dynamic_ssl_server_credentials(
@@ -52,29 +46,28 @@ class _Files:
         self._key = key
         self._client_ca = client_ca
         self._stamp: object = None
+        self._complained: object = None
 
     def load(self) -> grpc.ServerCertificateConfiguration:
         """Read the files and check that they fit."""
         stamp = self._current()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # An encrypted key is refused by the empty password; without one OpenSSL would ask for it.
-        context.load_cert_chain(self._cert, self._key, password="")
-        authorities = None
-        if self._client_ca:
-            context.load_verify_locations(self._client_ca)
-            authorities = Path(self._client_ca).read_bytes()
-        pair = (Path(self._key).read_bytes(), Path(self._cert).read_bytes())
+        chain, key = pem.read_pair(self._cert, self._key)
+        authorities = pem.read_authorities(self._client_ca) if self._client_ca else None
         self._stamp = stamp
-        return grpc.ssl_server_certificate_configuration([pair], authorities)
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
 
     def load_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the new configuration, None to stay with the present one. Called by gRPC."""
+        stamp = self._current()
+        if stamp == self._stamp:
+            return None
         try:
-            if self._current() == self._stamp:
-                return None
             configuration = self.load()
-        except (OSError, ssl.SSLError) as error:
-            _log.error("the TLS files cannot be used: %s; the last good ones stay", error)
+        except InvalidRequest as error:
+            # Tried again at every handshake, as rights may change without a new stamp.
+            if (stamp, error.message) != self._complained:
+                _log.error("the TLS files cannot be used: %s; the last good ones stay", error)
+            self._complained = (stamp, error.message)
             return None
         _log.info("certificate %s was read again", self._cert)
         return configuration

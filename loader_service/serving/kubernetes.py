@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from loader_service import addresses
+from loader_service.channel_security import MOST_TOKEN_CHARACTERS
 from loader_service.errors import ServiceUnavailable
 
 __all__ = ["TokenReviewer"]
@@ -31,7 +32,6 @@ REMEMBER_SECONDS = 60.0
 
 _THREADS, _MOST_WAITING = 4, 64
 _MOST_REMEMBERED = 4096
-_MOST_TOKEN_CHARACTERS = 8192
 _MOST_ANSWER_BYTES = 1 << 20
 _POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PREFIX = "system:serviceaccount:"
@@ -76,7 +76,7 @@ class TokenReviewer:
         Raises:
             ServiceUnavailable: TOKEN_NOT_REVIEWED, the API server could not be asked.
         """
-        if len(token) > _MOST_TOKEN_CHARACTERS:
+        if len(token) > MOST_TOKEN_CHARACTERS:
             return ""
         key = hashlib.sha256(token.encode()).hexdigest()
         now = time.monotonic()

@@ -330,6 +330,7 @@ async def test_changes_and_refused_attempts_are_in_the_audit_log(
     assert first["peer"]
     assert (first["identity"], first["method"]) == ("the-admin", "DrainWorker")
     assert (first["code"], first["worker_id"]) == ("OK", "w0")
+    assert first["requestId"] == second["requestId"] == "mine"
     assert (second["identity"], second["code"]) == ("the-viewer", "PERMISSION_DENIED")
     assert second["reason"] == "ACCESS_DENIED"
     assert log.stat().st_mode & 0o077 == 0

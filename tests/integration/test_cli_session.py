@@ -222,6 +222,8 @@ def test_quiet_still_tells_why_a_load_failed(fake: FakeCoordinator) -> None:
         ("plan m", 55, 60),
         ("get loads", 9, 10),
         ("get loads --timeout 1m", 55, 60),
+        # What `config view` shows for no timeout is not a time that would be another one here.
+        ("plan m --timeout 10s", 9, 10),
     ],
 )
 def test_a_deadline_that_was_given_counts_also_for_calls_that_read(
@@ -256,6 +258,24 @@ def test_settings_that_cannot_work_are_usage_errors_before_anything_is_sent(
     )
     assert result.exit_code == 2
     assert complaint in result.stderr
+    assert fake.requests == []
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("load m --wait-for-workers soon", "'--wait-for-workers': 'soon' is not a time"),
+        ("top --interval soon", "'--interval': 'soon' is not a time"),
+        ("top --interval 0s", "'--interval': it must be more than 0"),
+    ],
+)
+def test_a_time_that_makes_no_sense_is_found_before_any_file_is_read(
+    fake: FakeCoordinator, words: str, complaint: str
+) -> None:
+    result = loaderctl(*words.split(), "--token-file", "/nowhere")
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert "FILE_UNREADABLE" not in result.stderr
     assert fake.requests == []
 
 

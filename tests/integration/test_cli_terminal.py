@@ -129,6 +129,18 @@ def test_ctrl_c_says_what_becomes_of_the_load(fake: FakeCoordinator, cancel: boo
             assert "goes on; to cancel it: loaderctl cancel load-5e5e5e5e" in told
 
 
+def test_ctrl_c_is_130_also_when_the_load_cannot_be_cancelled(fake: FakeCoordinator) -> None:
+    with terminal(fake.endpoint, "load", "m", "--cancel-on-interrupt") as shown:
+        fake.put(streaming())
+        shown.wait_for(lambda rows: len(bars(rows)) == 2)
+        fake.away = True
+        shown.press(CTRL_C)
+        assert shown.exit_code() == 130
+        told = "".join(shown.rows)
+        assert "SHUTTING_DOWN" in told
+        assert "may go on; to cancel it: loaderctl cancel load-5e5e5e5e" in told
+
+
 def test_ctrl_c_before_the_load_is_accepted_says_where_it_would_be(fake: FakeCoordinator) -> None:
     with terminal(fake.endpoint, "load", "hang") as shown:
         wait_for(lambda: fake.requests or None)

@@ -140,7 +140,9 @@ async def test_a_server_takes_a_new_certificate_without_a_restart(
             await before.list_workers()
 
 
-async def test_a_certificate_without_its_key_is_not_taken(tmp_path: Path, access: str) -> None:
+async def test_a_certificate_without_its_key_is_not_taken(
+    tmp_path: Path, access: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Half of a rotation: the pair that fitted stays until the other half is there."""
     authority = Authority(tmp_path)
     serving = authority.server(access)
@@ -150,7 +152,10 @@ async def test_a_certificate_without_its_key_is_not_taken(tmp_path: Path, access
         authority.issue("server", "127.0.0.1", "fresh.example")
         new_key = Path(serving.tls_key).read_bytes()
         Path(serving.tls_key).write_bytes(key)
-        assert await succeeds(plane.address, security)
+        for name in ("127.0.0.1", "localhost"):
+            # gRPC would share the connection of the same address and name.
+            assert await succeeds(plane.address, dataclasses.replace(security, server_name=name))
+        assert caplog.text.count("the last good ones stay") == 1
         Path(serving.tls_key).write_bytes(new_key)
         fresh = dataclasses.replace(security, server_name="fresh.example")
         assert await succeeds(plane.address, fresh)
@@ -180,10 +185,15 @@ def test_files_of_tls_that_do_not_fit_are_refused_at_the_start(
         serving = ServingOptions(access_file=access, tls_cert=cert, tls_key=key)
         await Server([], serving).start("127.0.0.1:0")
 
-    for pair in ((cert, key), ("none", key)):
+    for pair, reason, culprit in (
+        ((cert, key), "TLS_FILES_INVALID", key),
+        (("none", key), "FILE_UNREADABLE", "none"),
+        ((cert, access), "TLS_FILES_INVALID", access),
+        ((access, key), "TLS_FILES_INVALID", access),
+    ):
         with pytest.raises(InvalidRequest) as caught:
             asyncio.run(start(*pair))
-        assert caught.value.reason == "TLS_FILES_INVALID"
+        assert (caught.value.reason, caught.value.metadata["file"]) == (reason, culprit)
 
 
 async def test_reflection_shows_the_services_where_nothing_is_secured(

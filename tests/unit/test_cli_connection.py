@@ -69,13 +69,15 @@ def test_the_context_itself_has_the_same_precedence(
 def test_without_anything_there_is_a_default_and_each_call_its_own_deadline() -> None:
     settings = resolve({}, {}, Contexts("f"))
     assert settings.endpoint == "127.0.0.1:50051"
-    assert not settings.uses_tls
-    assert settings.timeout_seconds is None
+    assert not settings.tls
+    assert (settings.timeout, settings.timeout_seconds) == ("per call", None)
     assert set(settings.origins.values()) == {"default"}
 
 
 def test_a_deadline_that_was_given_is_in_seconds() -> None:
     assert resolve({"timeout": "1m"}, {}, Contexts("f")).timeout_seconds == 60.0
+    # Also where it is the usual one.
+    assert resolve({"timeout": "10s"}, {}, Contexts("f")).timeout_seconds == 10.0
 
 
 @pytest.mark.parametrize("source", ["flag", "env"])
@@ -98,20 +100,20 @@ def tls(
 
 def test_certificates_imply_tls_and_the_origin_says_so() -> None:
     settings = tls({}, {"LOADER_TLS_CA_CERT": "ca"})
-    assert settings.uses_tls
+    assert settings.tls
     assert settings.origins["tls"] == "follows from tls-ca-cert"
 
 
 def test_no_tls_leaves_out_certificates_from_farther_away() -> None:
     settings = tls({"tls": False}, {"LOADER_TLS_CA_CERT": "ca"}, {"tls-server-name": "name"})
-    assert not settings.uses_tls
+    assert not settings.tls
     assert (settings.tls_ca_cert, settings.tls_server_name) == ("", "")
     assert settings.origins["tls-ca-cert"] == "flag --no-tls"
 
 
 def test_certificates_from_closer_by_win_over_no_tls() -> None:
     settings = tls({"tls-ca-cert": "ca"}, {}, {"tls": False})
-    assert settings.uses_tls
+    assert settings.tls
     assert settings.origins["tls"] == "follows from tls-ca-cert"
 
 

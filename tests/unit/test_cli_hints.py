@@ -10,12 +10,46 @@ import grpc
 import pytest
 
 from loader_service import errors
-from loader_service.cli.hints import HINTS, WITHOUT_HINT, hint
+from loader_service.cli.hints import HINTS, hint
 from loader_service.cli.session import exit_code
 from loader_service.errors import LoaderError, PlanRefused, WorkerBusy
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "loader_service").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]
+
+WITHOUT_HINT = frozenset(
+    {
+        # The message names the field or the name that is wrong, and the caller typed it.
+        "INVALID_REQUEST",
+        "INVALID_FILE_NAME",
+        # The file itself is bad; the message says where, and no option helps.
+        "BAD_HEADER_LENGTH",
+        "DUPLICATE_TENSOR",
+        "INDEX_MISMATCH",
+        "INVALID_CONFIG",
+        "INVALID_HEADER",
+        "INVALID_INDEX",
+        "MISSING_TENSOR",
+        "OVERLAPPING_TENSORS",
+        "SHAPE_MISMATCH",
+        "TENSOR_IN_OTHER_SHARD",
+        "TENSOR_NOT_IN_INDEX",
+        "TENSOR_NOT_IN_SHARD",
+        "UNCOVERED_BYTES",
+        "UNKNOWN_DTYPE",
+        # Between coordinator and workers, or when a server starts: in their logs only.
+        "ACCESS_FILE_INVALID",
+        "CANNOT_LISTEN",
+        "INSECURE_LISTEN",
+        "INVALID_MANIFEST",
+        "MALFORMED_MESSAGE",
+        "WORKER_ID_TAKEN",
+        "WORKER_SUPERSEDED",
+        # A fault of the service: the message is all there is to say.
+        "INTERNAL",
+    }
+)
+"""Reasons for which there is nothing to say beyond the message."""
 
 
 def subclasses(kind: type[LoaderError]) -> list[type[LoaderError]]:
@@ -64,6 +98,13 @@ def test_a_hint_names_the_facts_of_the_error() -> None:
     assert "undrain worker w7`" in hint(error, "h:1")
     assert "undrain worker WORKER`" in hint(WorkerBusy("", reason="WORKER_DRAINING"), "h:1")
     assert "h:1" in hint(errors.ServiceUnavailable("gone"), "h:1")
+
+
+def test_a_hint_names_no_deadline_that_may_be_shorter_than_the_one_that_passed() -> None:
+    """Calls that hash have 300 s."""
+    told = hint(errors.DeadlineExceeded("late"), "h:1")
+    assert "--timeout" in told
+    assert not any(letter.isdigit() for letter in told)
 
 
 @pytest.mark.parametrize(

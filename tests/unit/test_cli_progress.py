@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import pty
+import signal
+import sys
+import termios
 import types
 
 import pytest
 
 from loader_service.cli import progress, tables
 from loader_service.cli.documents import load_document, top_document
-from loader_service.cli.top import screen
+from loader_service.cli.top import _keys, screen
 from loader_service.v1 import types_pb2
 from tests.messages import failed, streaming, succeeded, worker
 
@@ -116,3 +122,34 @@ def test_top_shows_loads_that_have_ended_last_and_says_what_it_leaves_out() -> N
     assert lines[5] == "4 workers: 4 BUSY (2 not shown)"
     assert len(lines) == 9
     assert "not shown" not in "".join(tables.top_lines(document))
+
+
+async def test_top_ends_with_its_terminal_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has hung up can be read for ever, and must not count as a key each time."""
+    controller, side = pty.openpty()
+    with os.fdopen(side, encoding="utf-8") as line:
+        monkeypatch.setattr(sys, "stdin", line)
+        with _keys() as keys:
+            os.write(controller, b"x")
+            async with asyncio.timeout(5):
+                assert await keys.get() == "x"
+            os.close(controller)
+            async with asyncio.timeout(5):
+                assert await keys.get() == "q"
+            await asyncio.sleep(0.05)
+            assert keys.empty()
+        assert signal.getsignal(signal.SIGWINCH) is signal.SIG_DFL
+        assert not asyncio.get_running_loop().remove_reader(side)
+
+
+async def test_top_gives_the_terminal_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, side = pty.openpty()
+    with os.fdopen(side, encoding="utf-8") as line:
+        monkeypatch.setattr(sys, "stdin", line)
+        before = termios.tcgetattr(side)
+        with _keys():
+            assert termios.tcgetattr(side) != before
+        assert termios.tcgetattr(side) == before
+    os.close(controller)

@@ -1,0 +1,75 @@
+"""Reading and checking PEM files: certificates, keys, authorities.
+
+gRPC takes whatever it is given and is only unavailable later.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from loader_service.errors import InvalidRequest
+
+__all__ = ["read_authorities", "read_file", "read_pair"]
+
+
+def read_file(name: str) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        InvalidRequest: FILE_UNREADABLE.
+    """
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(
+            f"{name} cannot be read: {error.strerror}", reason="FILE_UNREADABLE", file=name
+        ) from error
+
+
+def read_authorities(name: str) -> bytes:
+    """Return the certificates of authorities.
+
+    Raises:
+        InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
+    """
+    return _certificates(name)
+
+
+def read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
+    """Return a certificate chain and its private key.
+
+    Raises:
+        InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID; it names the file that is at fault.
+    """
+    pair = _certificates(cert), read_file(key)
+    try:
+        # An encrypted key is refused by the empty password; without one OpenSSL would ask for it.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        why = error.reason or str(error)
+        if why == "KEY_VALUES_MISMATCH":
+            raise _invalid(key, f"it is not the key of {cert}") from error
+        # Besides these, OpenSSL refuses certificates (EE, CA) that are too weak.
+        raise _invalid(cert if why.startswith(("EE_", "CA_")) else key, why) from error
+    except OSError as error:
+        raise _invalid(key, f"{error.strerror}, while it was checked") from error
+    # OpenSSL checks a pair by its files only.
+    if (read_file(cert), read_file(key)) != pair:
+        raise _invalid(cert, f"it or {key} has changed while it was checked")
+    return pair
+
+
+def _certificates(name: str) -> bytes:
+    content = read_file(name)
+    try:
+        # The text between certificates may be in any language.
+        text = content.decode("ascii", "ignore")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
+    except (ssl.SSLError, ValueError) as error:
+        raise _invalid(name, "it holds no certificate") from error
+    return content
+
+
+def _invalid(name: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: {why}", reason="TLS_FILES_INVALID", file=name)
