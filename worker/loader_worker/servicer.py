@@ -28,6 +28,9 @@ WATCH_SECONDS = 0.5
 MAX_MANIFEST_ENTRIES = 4_000_000
 """Most slices and chunks of a manifest, about a gigabyte in memory."""
 
+HASH_BYTES = 32 << 20
+"""Bytes that one thread call hashes; freeing waits for one of them."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -80,9 +83,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 maximum=MAX_PAGE,
             )
             if request.include_sha256:
-                for tensor in tensors:
-                    weight = store.get(tensor.name)
-                    tensor.sha256 = await run_in_thread(self._worker.threads, self._sha256, weight)
+                # All found before the first wait: after it, the store may hold another load.
+                weights = [store.get(tensor.name) for tensor in tensors]
+                for tensor, weight in zip(tensors, weights, strict=True):
+                    tensor.sha256 = await self._sha256(weight)
         except WeightNotFoundError as error:
             # Unloaded while its slices were hashed.
             raise LoadNotFound(
@@ -142,9 +146,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await self._worker.abort(request.load_id)
         return worker_pb2.AbortLoadResponse(memory=await self._worker.memory())
 
-    def _sha256(self, tensor: WeightTensor) -> str:
-        memory = self._worker.device.read(tensor.buffer, 0, tensor.nbytes)
-        return hashlib.sha256(memory).hexdigest()
+    async def _sha256(self, tensor: WeightTensor) -> str:
+        """Hash a tensor of the store piece by piece; raise `WeightNotFoundError` once it is freed."""
+        digest = hashlib.sha256()
+
+        def add(offset: int) -> None:
+            with self._worker.store.reading(tensor):
+                length = min(HASH_BYTES, tensor.nbytes - offset)
+                digest.update(self._worker.device.read(tensor.buffer, offset, length))
+
+        for offset in range(0, tensor.nbytes, HASH_BYTES):
+            await run_in_thread(self._worker.threads, add, offset)
+        return digest.hexdigest()
 
 
 def _tensor_slice(tensor: WeightTensor) -> types_pb2.TensorSlice:
