@@ -15,7 +15,7 @@ import pytest
 
 from loader_kernels.device import Buffer
 from loader_kernels.testing import CountingDevice
-from loader_service.errors import LoadNotFound
+from loader_service.errors import LoadNotFound, WorkerLost
 from loader_service.stream.chunks import plan_steps, rank_chunks
 from loader_service.stream.jobs import RankEndpoint, StartStream
 from loader_service.stream.manifests import manifest_pages
@@ -99,7 +99,11 @@ class Loader:
 
     async def load(self) -> None:
         """Bring a load to its commit."""
-        port, token = await self.worker.prepare(self.manifest())
+        await self.send(*await self.worker.prepare(self.manifest()))
+        await self.worker.commit("l")
+
+    async def send(self, port: int, token: bytes) -> None:
+        """Send a prepared load."""
         job = StartStream("l", self.plan, CHUNK, (RankEndpoint("w0", "here", port, token),))
         sender = LoadSender(
             job, MemoryTransport(self._network), HostWindow(64 * CHUNK), self._threads
@@ -110,7 +114,6 @@ class Loader:
 
         async with asyncio.timeout(SECONDS):
             await sender.run(connected)
-        await self.worker.commit("l")
 
     async def list_tensors(self) -> worker_pb2.ListTensorsResponse:
         request = worker_pb2.ListTensorsRequest(load_id="l", include_sha256=True)
@@ -178,3 +181,42 @@ async def test_a_worker_answers_while_its_device_frees(loader: Loader) -> None:
     loader.device.go_on.set()
     await aborting
     assert (await loader.worker.memory()).resident_bytes == 0
+
+
+async def test_no_call_of_the_device_keeps_the_event_loop(loader: Loader) -> None:
+    await loader.load()
+    await loader.worker.memory()
+    await loader.list_tensors()
+    await loader.worker.abort("l")
+    await loader.worker.prepare(loader.manifest())
+    await loader.worker.abort("l")
+    assert loader.device.inline_calls == []
+
+
+async def test_an_abort_while_staging_is_allocated_frees_it(loader: Loader) -> None:
+    door = await loader.worker.prepare(loader.manifest())
+    prepared = len(loader.device.live)
+    loader.device.gated = "allocate"
+    sending = asyncio.create_task(loader.send(*door))
+    await begun(loader)
+    assert len(loader.device.live) > prepared
+    aborting = asyncio.create_task(loader.worker.abort("l"))
+    await asyncio.sleep(0)
+    loader.device.go_on.set()
+    await aborting
+    assert (loader.device.live, loader.worker.loads()) == ([], [])
+    with pytest.raises(WorkerLost):
+        await sending
+
+
+async def test_an_abort_whose_caller_leaves_is_done_all_the_same(loader: Loader) -> None:
+    await loader.send(*await loader.worker.prepare(loader.manifest()))
+    loader.device.gated = "free"
+    aborting = asyncio.create_task(loader.worker.abort("l"))
+    await begun(loader)
+    aborting.cancel()
+    await asyncio.sleep(0)
+    loader.device.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await aborting
+    assert (loader.device.live, loader.worker.loads()) == ([], [])

@@ -145,7 +145,7 @@ class Worker:
 
     async def memory(self) -> types_pb2.MemoryUsage:
         """Return the device's memory and the store's part in it."""
-        # Asking the device can block.
+        # Asking the device can block; the worker's own threads may have much to do before this.
         memory = await asyncio.to_thread(self.device.memory)
         return types_pb2.MemoryUsage(
             resident_bytes=self.store.resident_bytes(),
@@ -187,6 +187,15 @@ class Worker:
             await self._end(session)
 
     async def _end(self, session: LoadSession) -> None:
+        """End a session; a cancelled caller waits until it has ended, for halves are of no use."""
+        ending = asyncio.create_task(self._end_uncancelled(session))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait([ending])
+            raise
+
+    async def _end_uncancelled(self, session: LoadSession) -> None:
         await session.abort()
         self._session = None
         try:
