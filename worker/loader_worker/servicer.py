@@ -26,7 +26,13 @@ WATCH_SECONDS = 0.5
 """Least time between two updates of a watched status."""
 
 MAX_MANIFEST_ENTRIES = 4_000_000
-"""Most slices and chunks of a manifest, about a gigabyte in memory."""
+"""Most slices and chunks of a manifest."""
+
+MAX_MANIFEST_BYTES = 2 << 30
+"""Most bytes of a manifest: those of its pages, and `PART_BYTES` for each page and everything in it."""
+
+PART_BYTES = 64
+"""What a page, slice, dimension, alias, chunk or extent counts at least, however short it is written."""
 
 HASH_BYTES = 32 << 20
 """Bytes that one thread call hashes; freeing waits for one of them."""
@@ -103,6 +109,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         header: worker_pb2.ManifestHeader | None = None
         pages = []
         room = 0
+        bytes_left = MAX_MANIFEST_BYTES
         async for request in request_iterator:
             if request.HasField("header") and header is None:
                 header = request.header
@@ -118,6 +125,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 if room < 0:
                     raise InvalidRequest(
                         "the manifest has more entries than its header says",
+                        reason="INVALID_MANIFEST",
+                    )
+                bytes_left -= _manifest_bytes(request.body)
+                if bytes_left < 0:
+                    raise InvalidRequest(
+                        f"the manifest takes more than {MAX_MANIFEST_BYTES} bytes",
                         reason="INVALID_MANIFEST",
                     )
             else:
@@ -158,6 +171,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for offset in range(0, tensor.nbytes, HASH_BYTES):
             await run_in_thread(self._worker.threads, add, offset)
         return digest.hexdigest()
+
+
+def _manifest_bytes(page: worker_pb2.ManifestPage) -> int:
+    """Return what a page counts of `MAX_MANIFEST_BYTES`."""
+    parts = 1 + len(page.slices) + len(page.chunks)
+    parts += sum(len(piece.shape) + len(piece.aliases) for piece in page.slices)
+    parts += sum(len(chunk.extents) for chunk in page.chunks)
+    return page.ByteSize() + PART_BYTES * parts
 
 
 def _tensor_slice(tensor: WeightTensor) -> types_pb2.TensorSlice:
