@@ -59,6 +59,7 @@ async def serve(
         CoordinatorServicer(coordinator), server.grpc
     )
     address = await server.start(listen)
+    await server.report(SERVICE, serving=True)
     background = [
         asyncio.create_task(streamer.run()),
         asyncio.create_task(coordinator.watch()),

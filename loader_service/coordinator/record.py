@@ -172,6 +172,9 @@ class LoadRecord:
         """Go to FAILED or CANCELLED, from any state that is not terminal.
 
         The rank whose worker the failure names is FAILED, the others are CANCELLED.
+
+        Raises:
+            WrongState: the load has ended already.
         """
         if is_terminal(self.state):
             raise self.wrong_state("has ended already")

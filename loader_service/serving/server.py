@@ -51,7 +51,7 @@ class Server:
             OSError: the audit log cannot be written.
         """
         self._options = options
-        self._names = ("", *service_names)
+        self._names = tuple(service_names)
         self._metrics = Metrics()
         self.interceptor = CallInterceptor(
             Access(options.access_file) if options.access_file else None,
@@ -70,6 +70,9 @@ class Server:
     async def start(self, listen: str) -> str:
         """Bind `HOST:PORT`, serve, and return the address with the real port.
 
+        The health service reports the server as a whole as SERVING; each named service is
+        NOT_SERVING until its owner says otherwise by `report`.
+
         Raises:
             InvalidRequest: INSECURE_LISTEN, or TLS_FILES_INVALID.
             ServiceUnavailable: CANNOT_LISTEN when the port cannot be bound.
@@ -84,9 +87,10 @@ class Server:
             ) from error
         if self._options.metrics_listen:
             self._metrics.serve(self._options.metrics_listen)
-        await self.grpc.start()
         for name in self._names:
-            await self.report(name, serving=True)
+            await self.report(name, serving=False)
+        await self.grpc.start()
+        await self.report("", serving=True)
         return addresses.join(host, port)
 
     async def report(self, name: str, *, serving: bool) -> None:

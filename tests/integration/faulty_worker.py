@@ -10,7 +10,7 @@ from types import FrameType
 from loader_kernels.device import Buffer
 from loader_kernels.numpy_device import NumpyBuffer, NumpyDevice
 from loader_service.logs import log_to_stderr
-from loader_worker.main import parse_arguments, serve
+from loader_worker.main import make_settings, parse_arguments, serve
 
 
 class FaultyDevice(NumpyDevice):
@@ -42,4 +42,5 @@ class FaultyDevice(NumpyDevice):
 
 if __name__ == "__main__":
     log_to_stderr("faulty worker")
-    asyncio.run(serve(parse_arguments(sys.argv[2:]), FaultyDevice(sys.argv[1])))
+    settings = make_settings(parse_arguments(sys.argv[2:]))
+    asyncio.run(serve(settings, FaultyDevice(sys.argv[1])))

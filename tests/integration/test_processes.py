@@ -25,7 +25,7 @@ from loader_service import demo
 from loader_service.client import AsyncLoaderClient
 from loader_service.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from tests.checkpoints import random_tensor, write_file
-from tests.cluster import BIN, COORDINATOR, Cluster, cluster, wait_for
+from tests.cluster import BIN, COORDINATOR, WORKER, Cluster, cluster, wait_for
 from tests.control_plane import control_plane
 
 CHILD = """
@@ -134,6 +134,34 @@ def test_a_second_process_with_a_taken_name_ends_and_says_why(
     assert second.wait(20) == 1
     assert "give this one its own --worker-id" in log.read_text()
     running.wait_for_workers(1)
+
+
+def test_a_worker_whose_name_is_refused_ends_and_says_why(running: Cluster, tmp_path: Path) -> None:
+    command = [*WORKER, f"--coordinator={running.endpoint}", f"--worker-id={'w' * 300}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert result.returncode == 1
+    assert "loader-worker: worker_id must be printable and at most 256" in result.stderr
+
+
+def test_a_worker_serves_when_it_is_registered_and_not_before(
+    running: Cluster, tmp_path: Path
+) -> None:
+    registered = running.call(lambda client: client.get_worker("w0")).address
+    with (tmp_path / "log").open("w") as log:
+        alone = subprocess.Popen(
+            [*WORKER, "--coordinator=127.0.0.1:1"], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        assert alone.stdout is not None
+        lonely = alone.stdout.readline().split()[-1]
+        for address, code, status in (registered, 0, "SERVING"), (lonely, 7, "NOT_SERVING"):
+            health = running.loaderctl("health", "--worker", address, "-o", "json")
+            assert (health.returncode, f'"status": "{status}"' in health.stdout) == (code, True)
+    finally:
+        alone.terminate()
+        assert alone.wait(20) == 0
+        if alone.stdout is not None:
+            alone.stdout.close()
 
 
 def test_a_process_that_wakes_up_after_its_successor_registered_ends(

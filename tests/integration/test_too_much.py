@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from loader_service.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from loader_worker import servicer
 from loader_worker.servicer import WorkerServicer
 from loader_worker.worker import Worker
 from tests.certificates import (
@@ -217,6 +219,34 @@ async def test_a_manifest_with_too_many_entries_is_not_collected(entries: tuple[
     failure = from_rpc_error(caught.value)
     assert failure.reason == "INVALID_MANIFEST"
     assert "entries" in failure.message
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        worker_pb2.ManifestPage(),
+        worker_pb2.ManifestPage(
+            chunks=[worker_pb2.ManifestChunk(extents=[worker_pb2.ManifestExtent()] * 100)]
+        ),
+        worker_pb2.ManifestPage(slices=[worker_pb2.ManifestSlice(shape=[1] * 100)]),
+        worker_pb2.ManifestPage(slices=[worker_pb2.ManifestSlice(aliases=[""] * 100)]),
+        worker_pb2.ManifestPage(slices=[worker_pb2.ManifestSlice(name="n" * 9000)]),
+    ],
+)
+async def test_whatever_a_manifests_pages_hold_counts(
+    page: worker_pb2.ManifestPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "MAX_MANIFEST_BYTES", 100 * servicer.PART_BYTES)
+
+    async def pages() -> AsyncIterator[worker_pb2.PrepareLoadRequest]:
+        header = worker_pb2.ManifestHeader(slice_count=1000, chunk_count=1000)
+        yield worker_pb2.PrepareLoadRequest(header=header)
+        for _ in range(101):
+            yield worker_pb2.PrepareLoadRequest(body=page)
+
+    refusing = WorkerServicer(cast("Worker", None), "127.0.0.1")
+    with pytest.raises(InvalidRequest, match="the manifest takes more than 6400 bytes"):
+        await refusing.PrepareLoad(pages(), cast("Any", None))
 
 
 class Counting(coordinator_pb2_grpc.CoordinatorServiceServicer):

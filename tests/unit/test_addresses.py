@@ -6,7 +6,8 @@ import pytest
 
 from loader_service import addresses
 from loader_service.errors import InvalidRequest
-from loader_worker.main import _advertised_host, parse_arguments
+from loader_worker.main import _advertised_host
+from loader_worker.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -63,10 +64,25 @@ def test_every_spelling_of_a_wildcard_or_of_loopback_is_known() -> None:
 
 
 def test_a_worker_never_advertises_a_wildcard() -> None:
+    def advertised(listen: str, advertise: str = "") -> str:
+        return _advertised_host(
+            Settings(coordinator="127.0.0.1:1", worker_id="w", listen=listen, advertise=advertise)
+        )
+
     for host in ("0.0.0.0", "[::]", "[::0]"):
-        options = parse_arguments(["--coordinator=127.0.0.1:1", f"--advertise={host}:5"])
         with pytest.raises(InvalidRequest) as caught:
-            _advertised_host(options, "127.0.0.1:0")
+            advertised("127.0.0.1:0", f"{host}:5")
         assert caught.value.metadata["field"] == "advertise"
-        options = parse_arguments(["--coordinator=127.0.0.1:1"])
-        assert _advertised_host(options, f"{host}:0") == "127.0.0.1"
+        assert advertised(f"{host}:0") == "127.0.0.1"
+
+
+def test_ranges_of_ports() -> None:
+    assert addresses.parse_ports("") is None
+    assert addresses.parse_ports("7-7") == range(7, 8)
+    assert addresses.parse_ports("1-65535") == range(1, 65536)
+
+
+@pytest.mark.parametrize("text", ["5", "-", "0-5", "5-4", "1-65536", "²-5", "1-٣", "1-2-3", "a-b"])
+def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not a range of ports A-B"):
+        addresses.parse_ports(text)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loader_service import errors
 from loader_service.channel import from_rpc_error
@@ -66,7 +67,10 @@ class RaisingWorker(worker_pb2_grpc.WorkerServiceServicer):
 class Served:
     """A server with its channel."""
 
-    def __init__(self, servicer: Raising, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, server: Server, servicer: Raising, address: str, channel: grpc.aio.Channel
+    ) -> None:
+        self.server = server
         self.servicer = servicer
         self.address = address
         self.coordinator = Stub(channel)
@@ -101,7 +105,7 @@ async def served() -> AsyncIterator[Served]:
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.grpc)
     address = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Served(servicer, address, channel)
+        yield Served(server, servicer, address, channel)
     await server.grpc.stop(None)
 
 
@@ -187,3 +191,17 @@ async def test_a_port_that_is_taken_is_refused_by_its_address(served: Served) ->
     with pytest.raises(ServiceUnavailable, match=served.address) as caught:
         await Server([], ServingOptions()).start(served.address)
     assert caught.value.reason == "CANNOT_LISTEN"
+
+
+async def test_a_service_serves_when_its_owner_says_so(served: Served) -> None:
+    name = "loader_service.v1.CoordinatorService"
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+
+        async def status(service: str) -> str:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+        assert [await status(""), await status(name)] == ["SERVING", "NOT_SERVING"]
+        await served.server.report(name, serving=True)
+        assert await status(name) == "SERVING"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from loader_kernels.device import Buffer
 from loader_kernels.testing import CountingDevice
 from loader_worker.store import WeightNotFoundError, WeightStore, WeightTensor
 
@@ -298,3 +300,85 @@ def test_ws16_leaving_the_block_by_an_error_releases_too(device: CountingDevice)
     with pytest.raises(KeyError), store_of(device, 4, 4) as store:
         store.get("nothing")
     assert device.live == []
+
+
+# ---------------------------------------------------------------- slow devices
+
+
+class SlowDevice(CountingDevice):
+    """Frees when the test lets it.
+
+    Attributes:
+        begun: set when a free has begun.
+        go_on: lets frees end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def free(self, buffer: Buffer) -> None:
+        self.begun.set()
+        assert self.go_on.wait(5)
+        super().free(buffer)
+
+
+@pytest.mark.parametrize("free", [WeightStore.release, lambda store: store.free_matching(bool)])
+def test_readers_do_not_wait_for_a_device_that_frees_slowly(
+    free: Callable[[WeightStore], object],
+) -> None:
+    device = SlowDevice()
+    store = store_of(device, 8, 8)
+    freeing = threading.Thread(target=free, args=(store,))
+    freeing.start()
+    assert device.begun.wait(5)
+    asked = threading.Thread(target=lambda: ("t0" in store, store.names(), store.loaded_bytes))
+    asked.start()
+    asked.join(5)
+    assert not asked.is_alive()
+    assert "t0" not in store
+    assert store.resident_bytes() == device.memory().allocated_bytes == 16  # not freed yet
+    device.go_on.set()
+    freeing.join(5)
+    assert (store.resident_bytes(), device.live) == (0, [])
+
+
+def test_a_load_published_while_the_last_is_freed_counts_beside_it() -> None:
+    device = SlowDevice()
+    store = store_of(device, 8)
+    releasing = threading.Thread(target=store.release)
+    releasing.start()
+    assert device.begun.wait(5)
+    store.publish([tensor(device, "next", 4)], rank=0, tp=1)
+    assert (store.resident_bytes(), store.loaded_bytes) == (12, 4)
+    device.go_on.set()
+    releasing.join(5)
+    assert (store.resident_bytes(), store.loaded_bytes, store.names()) == (4, 4, ["next"])
+
+
+def test_freeing_waits_for_who_reads_and_nobody_begins_to_read_what_goes(
+    device: CountingDevice,
+) -> None:
+    store = store_of(device, 8)
+    weight = store.get("t0")
+    releasing = threading.Thread(target=store.release)
+    with store.reading(weight), store.reading(weight):
+        releasing.start()
+        while "t0" in store:
+            time.sleep(0.001)
+        with pytest.raises(WeightNotFoundError, match="'t0' has been freed"), store.reading(weight):
+            pass
+        releasing.join(0.05)
+        assert (releasing.is_alive(), device.live) == (True, [weight.buffer])
+    releasing.join(5)
+    assert device.live == []
+
+
+def test_another_tensor_of_the_same_name_is_not_read_in_its_place(device: CountingDevice) -> None:
+    store = store_of(device, 8)
+    weight = store.get("t0")
+    store.release()
+    store.publish([tensor(device, "t0", 8)], rank=0, tp=1)
+    with pytest.raises(WeightNotFoundError), store.reading(weight):
+        pass

@@ -6,15 +6,12 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Callable
+
+import grpc
 
 from loader_service.channel import AsyncEndpoint
-from loader_service.errors import (
-    Conflict,
-    LoaderError,
-    VersionSkew,
-    WorkerNotFound,
-    WorkerSuperseded,
-)
+from loader_service.errors import LoaderError, WorkerNotFound
 from loader_service.v1 import coordinator_pb2
 from loader_service.version import PROTOCOL_VERSION, __version__
 from loader_worker.worker import Worker
@@ -25,6 +22,17 @@ _log = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
 _RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+_PERMANENT = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+}
+"""What the same process would be told for ever. UNAUTHENTICATED and PERMISSION_DENIED are not here:
+tokens rotate, and access may be granted later."""
+
+_OWN_FILES = {"FILE_UNREADABLE", "TLS_FILES_INVALID", "TOKEN_INVALID"}
+"""Reasons of an INVALID_ARGUMENT that this side raises while its files are being exchanged."""
 
 
 class Agent:
@@ -39,11 +47,22 @@ class Agent:
         worker: Worker,
         coordinator: AsyncEndpoint,
         address: str,
+        on_contact: Callable[[bool], None],
     ) -> None:
-        """Speak for `worker`, which is reached at `address`."""
+        """Speak for `worker`.
+
+        Args:
+            worker: whom to speak for.
+            coordinator: whom to speak to.
+            address: where others reach the worker.
+            on_contact: called with True when the worker has become registered, and with False when
+                the coordinator does not know it any more or was away for a whole lease.
+        """
         self._worker = worker
         self._coordinator = coordinator
         self._address = address
+        self._on_contact = on_contact
+        self._has_contact = False
         self._lease_seconds = 0.0
         self._interval_seconds = 0.0
 
@@ -51,9 +70,7 @@ class Agent:
         """Register and send heartbeats until cancelled.
 
         Raises:
-            VersionSkew: the coordinator refuses this version for good.
-            Conflict: another process has this worker's name.
-            WorkerSuperseded: a newer life of this worker has taken its place.
+            LoaderError: the coordinator refuses this worker for good, for its version, name or address.
         """
         while True:
             await self._register()
@@ -90,11 +107,11 @@ class Agent:
                 self._interval_seconds = terms.heartbeat_interval.ToTimedelta().total_seconds()
                 self._lease_seconds = terms.lease_duration.ToTimedelta().total_seconds()
                 _log.info("registered as %s", self._worker.worker_id)
-                self._worker.contacted(self._lease_seconds)
+                self._contacted()
                 return
-            except (VersionSkew, Conflict, WorkerSuperseded):
-                raise
             except LoaderError as error:
+                if error.status in _PERMANENT and error.reason not in _OWN_FILES:
+                    raise
                 _log.warning("registering: %s", error)
             await self._end_orphans(last_contact)
             await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
@@ -110,9 +127,10 @@ class Agent:
                     "Heartbeat", await self._heartbeat(), self._interval_seconds * 2
                 )
                 last_contact = time.monotonic()
-                self._worker.contacted(self._lease_seconds)
+                self._contacted()
             except WorkerNotFound as error:
                 _log.info("heartbeat: %s", error)
+                self._set_contact(False)
                 return
             except LoaderError as error:
                 _log.warning("heartbeat: %s", error)
@@ -123,8 +141,18 @@ class Agent:
             pause = self._interval_seconds - (time.monotonic() - started)
             await asyncio.sleep(max(0.0, pause))
 
+    def _contacted(self) -> None:
+        self._worker.contacted(self._lease_seconds)
+        self._set_contact(True)
+
+    def _set_contact(self, has_contact: bool) -> None:
+        if has_contact != self._has_contact:
+            self._has_contact = has_contact
+            self._on_contact(has_contact)
+
     async def _end_orphans(self, last_contact: float) -> None:
         if self._lease_seconds and time.monotonic() - last_contact > self._lease_seconds:
+            self._set_contact(False)
             await self._worker.abort_uncommitted()
 
     async def _heartbeat(self) -> coordinator_pb2.HeartbeatRequest:

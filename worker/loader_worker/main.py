@@ -9,6 +9,8 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from loader_kernels.device import Device
 from loader_kernels.devices import open_device
@@ -28,6 +30,7 @@ from loader_service.v1 import coordinator_pb2_grpc, worker_pb2_grpc
 from loader_service.version import __version__
 from loader_worker.agent import Agent
 from loader_worker.servicer import WorkerServicer
+from loader_worker.settings import Settings
 from loader_worker.worker import Worker
 
 __all__ = ["main"]
@@ -37,34 +40,44 @@ _log = logging.getLogger(__name__)
 SERVICE = "loader_service.v1.WorkerService"
 
 
-async def serve(options: argparse.Namespace, device: Device) -> None:
-    """Serve with `device` until SIGTERM or SIGINT."""
+async def serve(settings: Settings, device: Device) -> None:
+    """Serve with `device` until SIGTERM or SIGINT.
+
+    Raises:
+        LoaderError: the settings cannot work, or the coordinator refuses this worker for good.
+        OSError: a file or an address cannot be used.
+    """
     stop = stop_requested()
-    serving = serving_options(options)
-    listen = options.listen or addresses.join(serving.default_host, 0)
     # Before anything is started: a refused option must not leave UCX's threads behind.
-    serving.check_listen(listen)
+    settings.serving.check_listen(settings.listen)
     coordinator = AsyncEndpoint(
-        options.coordinator,
-        channel_security(options),
-        coordinator_pb2_grpc.CoordinatorServiceStub,
+        settings.coordinator, settings.security, coordinator_pb2_grpc.CoordinatorServiceStub
     )
-    server = Server([SERVICE], serving)
-    host = await asyncio.to_thread(_advertised_host, options, listen)
-    transport = UcxxTransport.start(addresses.parse_ports(options.data_ports))
-    worker = Worker(options.worker_id, device, transport)
+    server = Server([SERVICE], settings.serving)
+    host = await asyncio.to_thread(_advertised_host, settings)
+    transport = UcxxTransport.start(settings.data_ports)
+    worker = Worker(settings.worker_id, device, transport)
+    tasks: set[asyncio.Task[Any]] = set()
+
+    def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        return task
+
+    def report(serving: bool) -> None:
+        # Not awaited: a watcher of the health service that does not read must not stop heartbeats.
+        start(server.report(SERVICE, serving=serving)).add_done_callback(tasks.discard)
+
     try:
         servicer = WorkerServicer(worker, host)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
-        _, port = addresses.split(await server.start(listen))
-        _, advertised = addresses.split(options.advertise or listen)
+        _, port = addresses.split(await server.start(settings.listen))
+        _, advertised = addresses.split(settings.advertise or settings.listen)
         address = addresses.join(host, advertised or port)
         print(f"loader-worker {worker.worker_id} listens at {address}", flush=True)  # noqa: T201 - launchers read it
-        agent = Agent(worker, coordinator, address)
-        membership = asyncio.create_task(agent.run())
-        stopping = asyncio.create_task(stop.wait())
+        agent = Agent(worker, coordinator, address, report)
+        membership, stopping = start(agent.run()), start(stop.wait())
         await asyncio.wait((membership, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
         membership.cancel()
         await agent.deregister()
         servicer.end_watches()
@@ -72,22 +85,25 @@ async def serve(options: argparse.Namespace, device: Device) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await membership
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await coordinator.close()
         await worker.close()
         await transport.close()
 
 
-def _advertised_host(options: argparse.Namespace, listen: str) -> str:
+def _advertised_host(settings: Settings) -> str:
     """Return the host that others reach this worker at; never a wildcard."""
-    if options.advertise:
-        host, _ = addresses.split(options.advertise)
+    if settings.advertise:
+        host, _ = addresses.split(settings.advertise)
         if addresses.is_wildcard(host):
             raise InvalidRequest(f"nobody can connect to {host}", field="advertise")
         return host
-    host, _ = addresses.split(listen)
+    host, _ = addresses.split(settings.listen)
     if not addresses.is_wildcard(host):
         return host
-    return addresses.local_address_towards(*addresses.split(options.coordinator))
+    return addresses.local_address_towards(*addresses.split(settings.coordinator))
 
 
 def _default_worker_id() -> str:
@@ -129,13 +145,39 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def make_settings(options: argparse.Namespace) -> Settings:
+    """Return the settings that the command line gives.
+
+    Raises:
+        InvalidRequest: an option makes no sense.
+    """
+    serving = serving_options(options)
+    return Settings(
+        coordinator=options.coordinator,
+        worker_id=options.worker_id,
+        listen=options.listen or addresses.join(serving.default_host, 0),
+        advertise=options.advertise,
+        data_ports=addresses.parse_ports(options.data_ports),
+        serving=serving,
+        security=channel_security(options),
+    )
+
+
+def _open_device(name: str, memory_limit: int | None) -> Device:
+    try:
+        return open_device(name, memory_limit)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="device") from error
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
     log_to_stderr(f"worker {options.worker_id}")
     try:
-        asyncio.run(serve(options, open_device(options.device, options.memory_limit)))
-    except (LoaderError, ValueError, OSError) as error:
+        settings = make_settings(options)
+        asyncio.run(serve(settings, _open_device(options.device, options.memory_limit)))
+    except (LoaderError, OSError) as error:
         sys.exit(f"loader-worker: {error}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
@@ -17,7 +18,9 @@ from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, PeerLostError
 from loader_worker.manifest import Manifest
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "free_all"]
+
+_log = logging.getLogger(__name__)
 
 REFUSAL_SECONDS = 1.0
 """How long a refused peer may take to read why before the connection is dropped."""
@@ -38,13 +41,15 @@ class Receiver:
             manifest: slices and chunks.
             buffers: one per slice, zero rows already zeroed; owned by the caller.
             device: device that the buffers are on.
-            hashers: threads that hash and copy.
+            hashers: threads that call the device, which can block: they allocate, hash, copy and free.
         """
         self._manifest = manifest
         self._buffers = buffers
         self._device = device
         self._hashers = hashers
         self._checks = [_SliceCheck(piece.nbytes) for piece in manifest.slices]
+        self._staging: list[Buffer] = []
+        """Landing room for bundles that no task uses at the moment."""
         self._next_chunk = itertools.count()
         self._refusal: DigestMismatch | None = None
         self.done_bytes = 0
@@ -59,11 +64,14 @@ class Receiver:
         """
         await connection.send(wire.TAG_WELCOME, bytearray(wire.encode_welcome(CREDITS)))
         try:
+            await run_in_thread(self._hashers, self._allocate_staging)
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(CREDITS, len(self._manifest.chunks))):
                     group.create_task(self._take_chunks(connection))
         except BaseExceptionGroup as failed:
             raise self._refusal or failed.exceptions[0] from None
+        finally:
+            await run_in_thread(self._hashers, free_all, self._device, self._staging)
         unverified = [
             piece.name
             for piece, check in zip(self._manifest.slices, self._checks, strict=True)
@@ -74,25 +82,28 @@ class Receiver:
 
     async def _take_chunks(self, connection: Connection) -> None:
         """Take chunks one after another until none is left; several of these run side by side."""
-        staging: Buffer | None = None
-        try:
-            while (index := next(self._next_chunk)) < len(self._manifest.chunks):
-                chunk = self._manifest.chunks[index]
-                if len(chunk.extents) > 1 and staging is None:
-                    staging = self._device.allocate(largest_bundle_bytes(self._manifest.chunks))
-                try:
-                    await self._take_chunk(connection, index, chunk, staging)
-                except DigestMismatch as error:
-                    # The streamer hangs up once it has read this; that may end another task, and
-                    # through it this one, before it is raised.
-                    self._refusal = self._refusal or error
-                    await _refuse(connection, error)
-                    raise
-                self.done_bytes += chunk.nbytes
-                await connection.send(wire.TAG_CREDIT, bytearray(wire.encode_credit(index)))
-        finally:
-            if staging is not None:
-                self._device.free(staging)
+        while (index := next(self._next_chunk)) < len(self._manifest.chunks):
+            chunk = self._manifest.chunks[index]
+            staging = self._staging.pop() if len(chunk.extents) > 1 else None
+            try:
+                await self._take_chunk(connection, index, chunk, staging)
+            except DigestMismatch as error:
+                # The streamer hangs up once it has read this; that may end another task, and
+                # through it this one, before it is raised.
+                self._refusal = self._refusal or error
+                await _refuse(connection, error)
+                raise
+            finally:
+                if staging is not None:
+                    self._staging.append(staging)
+            self.done_bytes += chunk.nbytes
+            await connection.send(wire.TAG_CREDIT, bytearray(wire.encode_credit(index)))
+
+    def _allocate_staging(self) -> None:
+        """Allocate one buffer for every bundle that can be on its way at once."""
+        bundles = sum(len(chunk.extents) > 1 for chunk in self._manifest.chunks)
+        for _ in range(min(CREDITS, bundles)):
+            self._staging.append(self._device.allocate(largest_bundle_bytes(self._manifest.chunks)))
 
     async def _take_chunk(
         self, connection: Connection, index: int, chunk: Chunk, staging: Buffer | None
@@ -180,6 +191,15 @@ class _SliceCheck:
         """Take the hashes of the blocks that start at `offset`."""
         self.parts[offset] = hashes
         self.missing_blocks -= len(hashes) // digest.HASH_BYTES
+
+
+def free_all(device: Device, buffers: list[Buffer]) -> None:
+    """Free and forget every buffer; what cannot be freed is logged. Runs in a thread."""
+    while buffers:
+        try:
+            device.free(buffers.pop())
+        except Exception:  # noqa: BLE001 - one bad buffer must not keep the others
+            _log.exception("a buffer could not be freed")
 
 
 async def _refuse(connection: Connection, error: LoaderError) -> None:

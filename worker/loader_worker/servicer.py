@@ -26,7 +26,16 @@ WATCH_SECONDS = 0.5
 """Least time between two updates of a watched status."""
 
 MAX_MANIFEST_ENTRIES = 4_000_000
-"""Most slices and chunks of a manifest, about a gigabyte in memory."""
+"""Most slices and chunks of a manifest."""
+
+MAX_MANIFEST_BYTES = 2 << 30
+"""Most bytes of a manifest: those of its pages, and `PART_BYTES` for each page and everything in it."""
+
+PART_BYTES = 64
+"""What a page, slice, dimension, alias, chunk or extent counts at least, however short it is written."""
+
+HASH_BYTES = 32 << 20
+"""Bytes that one thread call hashes; freeing waits for one of them."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -80,9 +89,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 maximum=MAX_PAGE,
             )
             if request.include_sha256:
-                for tensor in tensors:
-                    weight = store.get(tensor.name)
-                    tensor.sha256 = await run_in_thread(self._worker.threads, self._sha256, weight)
+                # All found before the first wait: after it, the store may hold another load.
+                weights = [store.get(tensor.name) for tensor in tensors]
+                for tensor, weight in zip(tensors, weights, strict=True):
+                    tensor.sha256 = await self._sha256(weight)
         except WeightNotFoundError as error:
             # Unloaded while its slices were hashed.
             raise LoadNotFound(
@@ -99,6 +109,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         header: worker_pb2.ManifestHeader | None = None
         pages = []
         room = 0
+        bytes_left = MAX_MANIFEST_BYTES
         async for request in request_iterator:
             if request.HasField("header") and header is None:
                 header = request.header
@@ -114,6 +125,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 if room < 0:
                     raise InvalidRequest(
                         "the manifest has more entries than its header says",
+                        reason="INVALID_MANIFEST",
+                    )
+                bytes_left -= _manifest_bytes(request.body)
+                if bytes_left < 0:
+                    raise InvalidRequest(
+                        f"the manifest takes more than {MAX_MANIFEST_BYTES} bytes",
                         reason="INVALID_MANIFEST",
                     )
             else:
@@ -142,9 +159,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await self._worker.abort(request.load_id)
         return worker_pb2.AbortLoadResponse(memory=await self._worker.memory())
 
-    def _sha256(self, tensor: WeightTensor) -> str:
-        memory = self._worker.device.read(tensor.buffer, 0, tensor.nbytes)
-        return hashlib.sha256(memory).hexdigest()
+    async def _sha256(self, tensor: WeightTensor) -> str:
+        """Hash a tensor of the store piece by piece; raise `WeightNotFoundError` once it is freed."""
+        digest = hashlib.sha256()
+
+        def add(offset: int) -> None:
+            with self._worker.store.reading(tensor):
+                length = min(HASH_BYTES, tensor.nbytes - offset)
+                digest.update(self._worker.device.read(tensor.buffer, offset, length))
+
+        for offset in range(0, tensor.nbytes, HASH_BYTES):
+            await run_in_thread(self._worker.threads, add, offset)
+        return digest.hexdigest()
+
+
+def _manifest_bytes(page: worker_pb2.ManifestPage) -> int:
+    """Return what a page counts of `MAX_MANIFEST_BYTES`."""
+    parts = 1 + len(page.slices) + len(page.chunks)
+    parts += sum(len(piece.shape) + len(piece.aliases) for piece in page.slices)
+    parts += sum(len(chunk.extents) for chunk in page.chunks)
+    return page.ByteSize() + PART_BYTES * parts
 
 
 def _tensor_slice(tensor: WeightTensor) -> types_pb2.TensorSlice:

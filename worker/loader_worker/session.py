@@ -23,7 +23,7 @@ from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, Listener, PeerLostError, Transport
 from loader_service.v1.types_pb2 import WorkerLoadState
 from loader_worker.manifest import Manifest
-from loader_worker.receive import Receiver
+from loader_worker.receive import Receiver, free_all
 from loader_worker.store import WeightStore, WeightTensor
 
 __all__ = ["LoadSession"]
@@ -35,7 +35,10 @@ HELLO_SECONDS = 5.0
 
 
 class LoadSession:
-    """Owns the buffers of one load until they are committed to the store or freed."""
+    """Owns the buffers of one load until they are committed to the store or freed.
+
+    The device can block, so it is called in `threads` only.
+    """
 
     def __init__(
         self, manifest: Manifest, device: Device, transport: Transport, threads: Executor
@@ -70,12 +73,11 @@ class LoadSession:
         Raises:
             OutOfMemory: the slices do not fit; nothing is allocated then.
         """
-        self._check_memory()
         try:
             await run_in_thread(self._threads, self._allocate)
             self._listener = await self._transport.listen(self._greet_later)
         except BaseException:
-            self._free()
+            await self._free()
             raise
         self._receiver = Receiver(self.manifest, self._buffers, self._device, self._threads)
         self._receiving = asyncio.create_task(self._receive(self._receiver))
@@ -122,27 +124,25 @@ class LoadSession:
         self._disconnect()
 
     async def abort(self) -> None:
-        """End the load unless it is committed, and free what it holds; never raises."""
+        """End the load unless it is committed, and free what it holds; raises nothing of its own."""
         if self._receiving is not None and not self._receiving.done():
             self._receiving.cancel()
             await asyncio.wait([self._receiving])
         self._disconnect()
-        self._free()
+        await self._free()
 
-    def _check_memory(self) -> None:
+    def _allocate(self) -> None:
+        """Allocate every buffer, or raise; the caller frees."""
         wanted = self.manifest.resident_bytes + staging_bytes(self.manifest.chunks)
         free = self._device.memory().free_bytes
         if wanted > free:
             raise self._out_of_memory(wanted, free)
-
-    def _allocate(self) -> None:
         try:
             for piece in self.manifest.slices:
                 buffer = self._device.allocate(piece.nbytes)
                 self._buffers.append(buffer)
                 self._device.zero(buffer, piece.wire_bytes, piece.nbytes - piece.wire_bytes)
         except DeviceOutOfMemoryError as error:
-            self._free()
             raise self._out_of_memory(error.wanted_bytes, error.free_bytes) from error
 
     def _out_of_memory(self, wanted: int, free: int) -> OutOfMemory:
@@ -188,17 +188,17 @@ class LoadSession:
             with contextlib.suppress(PeerLostError):
                 await connection.send(wire.TAG_VERDICT, bytearray(wire.encode_verdict(None)))
         except PeerLostError as error:
-            self._fail(StreamerLost(f"the connection to the streamer broke: {error}"))
+            await self._fail(StreamerLost(f"the connection to the streamer broke: {error}"))
         except LoaderError as error:
-            self._fail(error)
+            await self._fail(error)
         except Exception as error:  # noqa: BLE001 - the boundary of a load: the worker itself goes on
             _log.exception("load %s failed", self.manifest.load_id)
-            self._fail(InternalError(f"receiving failed: {type(error).__name__}: {error}"))
+            await self._fail(InternalError(f"receiving failed: {type(error).__name__}: {error}"))
 
-    def _fail(self, error: LoaderError) -> None:
+    async def _fail(self, error: LoaderError) -> None:
         _log.warning("load %s failed: %s", self.manifest.load_id, error)
         self._disconnect()
-        self._free()
+        await self._free()
         self.failure = error
         self.state = WorkerLoadState.WORKER_LOAD_STATE_FAILED
 
@@ -214,9 +214,5 @@ class LoadSession:
         if self._connected.done() and not self._connected.cancelled():
             self._connected.result().abort()
 
-    def _free(self) -> None:
-        while self._buffers:
-            try:
-                self._device.free(self._buffers.pop())
-            except Exception:  # noqa: BLE001 - one bad buffer must not keep the others
-                _log.exception("load %s: a buffer could not be freed", self.manifest.load_id)
+    async def _free(self) -> None:
+        await run_in_thread(self._threads, free_all, self._device, self._buffers)

@@ -5,9 +5,11 @@ Item numbers (WS-1 ...) are those of the project's contract.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 
 from loader_kernels.device import Buffer, Device
@@ -52,6 +54,8 @@ class WeightTensor:
 class WeightStore:
     """Weights by name (WS-1). Readers may run in other threads than the owner.
 
+    No call but `free_matching` and `release` waits for the device.
+
     An alias finds its tensor and counts as contained, but `names`, `len` and all byte counts know a
     tensor once, under its own name.
     """
@@ -59,10 +63,13 @@ class WeightStore:
     def __init__(self, device: Device) -> None:
         """Start empty on `device`."""
         self._device = device
-        self._lock = threading.RLock()
+        # Never held while the device frees: that can take seconds, and readers run in event loops.
+        self._lock = threading.Condition()
         self._tensors: dict[str, WeightTensor] = {}
         self._aliases: dict[str, str] = {}
         self._freed: set[str] = set()
+        self._readers: Counter[WeightTensor] = Counter()
+        self._resident_bytes = 0
         self._loaded_bytes = 0
         self._freed_bytes = 0
         self._prepartitioned_tp: tuple[int, int] | None = None
@@ -119,7 +126,9 @@ class WeightStore:
             self._aliases = aliases
             self._freed.clear()
             self._freed_bytes = 0
-            self._loaded_bytes = self.resident_bytes()
+            self._loaded_bytes = sum(tensor.nbytes for tensor in by_name.values())
+            # Added: an earlier load may still be on its way out.
+            self._resident_bytes += self._loaded_bytes
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor has this name or alias."""
@@ -154,10 +163,29 @@ class WeightStore:
                 raise WeightNotFoundError(f"weight {name!r} has been freed")
             raise WeightNotFoundError(f"the store has no weight {name!r}")
 
-    def resident_bytes(self) -> int:
-        """Device bytes still held; shrinks when tensors are freed (WS-7)."""
+    @contextlib.contextmanager
+    def reading(self, tensor: WeightTensor) -> Iterator[None]:
+        """Keep `tensor` from being freed inside the block; keep the block short: freeing waits for it.
+
+        Raises:
+            WeightNotFoundError: the store does not hold this very tensor any more.
+        """
         with self._lock:
-            return sum(tensor.nbytes for tensor in self._tensors.values())
+            if self._tensors.get(tensor.name) is not tensor:
+                raise WeightNotFoundError(f"weight {tensor.name!r} has been freed")
+            self._readers[tensor] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers[tensor] -= 1
+                if not self._readers[tensor]:
+                    del self._readers[tensor]
+                    self._lock.notify_all()
+
+    def resident_bytes(self) -> int:
+        """Device bytes still held; shrinks when a tensor has been freed (WS-7)."""
+        return self._resident_bytes
 
     def total_bytes(self) -> int:
         """Bytes of all weight tensors on the device; the same sum as `resident_bytes` (WS-8)."""
@@ -181,9 +209,9 @@ class WeightStore:
     def free_matching(self, predicate: Callable[[str], bool]) -> tuple[int, int]:
         """Free and forget every tensor whose own name satisfies `predicate` (WS-9).
 
-        The caller knows that nothing uses these tensors. An exception of `predicate` comes through
-        before anything is freed. A name is gone before its memory is, so that the store never holds
-        a dead buffer; the first failing free ends the sweep, the other tensors stay.
+        The caller knows that nothing but `reading` uses these tensors. An exception of `predicate`
+        comes through before anything is freed. A name is gone before its memory is, so that the store
+        never holds a dead buffer; the first failing free ends the sweep, the other tensors stay.
 
         Returns:
             (tensors freed, device bytes freed).
@@ -193,44 +221,54 @@ class WeightStore:
         """
         with self._lock:
             matching = [name for name in self._tensors if predicate(name)]
-            freed = 0
-            for name in matching:
-                freed += self._free(name)
-            return len(matching), freed
+        count = freed = 0
+        for name in matching:
+            with self._lock:
+                tensor = self._tensors.pop(name, None)
+                if tensor is None:  # Somebody else has freed it meanwhile.
+                    continue
+                self._freed |= {name, *tensor.aliases}
+                for alias in tensor.aliases:
+                    del self._aliases[alias]
+                self._freed_bytes += tensor.nbytes
+            self._free(tensor)
+            count += 1
+            freed += tensor.nbytes
+        return count, freed
 
-    def _free(self, name: str) -> int:
-        tensor = self._tensors.pop(name)
-        gone = {name, *tensor.aliases}
-        self._freed |= gone
-        for alias in tensor.aliases:
-            del self._aliases[alias]
-        nbytes = tensor.nbytes
-        self._freed_bytes += nbytes
+    def _free(self, tensor: WeightTensor) -> None:
+        """Free a tensor that is forgotten already, once nobody reads it."""
+        with self._lock:
+            self._lock.wait_for(lambda: tensor not in self._readers)
         try:
             self._device.free(tensor.buffer)
         except Exception as error:
-            raise RuntimeError(f"freeing weight {name!r} failed: {error}") from error
-        return nbytes
+            raise RuntimeError(f"freeing weight {tensor.name!r} failed: {error}") from error
+        finally:
+            with self._lock:
+                self._resident_bytes -= tensor.nbytes
 
     def release(self) -> None:
         """Free every tensor and become empty; repeating it is harmless (WS-16).
+
+        The names are gone at once; `resident_bytes` falls as their memory is freed.
 
         Raises:
             RuntimeError: the first free that failed; the others were freed all the same.
         """
         with self._lock:
-            names = list(self._tensors)
-            first: RuntimeError | None = None
-            for name in names:
-                try:
-                    self._free(name)
-                except RuntimeError as error:
-                    first = first or error
-            self._aliases.clear()
+            tensors, self._tensors = self._tensors, {}
+            self._aliases = {}
             self._freed.clear()
             self._freed_bytes = 0
             self._loaded_bytes = 0
             self._prepartitioned_tp = None
+        first: RuntimeError | None = None
+        for tensor in tensors.values():
+            try:
+                self._free(tensor)
+            except RuntimeError as error:
+                first = first or error
         if first is not None:
             raise first
 

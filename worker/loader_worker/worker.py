@@ -40,16 +40,12 @@ class Worker:
         self.device = device
         self.store = WeightStore(device)
         self._transport = transport
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="device")
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="device")
+        """Threads for blocking work on the device."""
         self._session: LoadSession | None = None
         self._registered_until = 0.0
         # Prepare, commit and abort change what the worker holds; one at a time.
         self._changing = asyncio.Lock()
-
-    @property
-    def threads(self) -> ThreadPoolExecutor:
-        """Threads for blocking work on the device."""
-        return self._threads
 
     async def prepare(self, manifest: Manifest) -> tuple[int, bytes]:
         """Get ready to receive `manifest`; repeating it before a chunk has landed is harmless.
@@ -72,7 +68,7 @@ class Worker:
                     worker_id=self.worker_id,
                     load_id=held,
                 )
-            session = LoadSession(manifest, self.device, self._transport, self._threads)
+            session = LoadSession(manifest, self.device, self._transport, self.threads)
             answer = await session.prepare()
             self._session = session
             _log.info(
@@ -115,7 +111,7 @@ class Worker:
         async with self._changing:
             if self._session is not None:
                 await self._end(self._session)
-        self._threads.shutdown()
+        self.threads.shutdown()
 
     def committed(self, load_id: str) -> LoadSession:
         """Return the committed load.
@@ -145,7 +141,7 @@ class Worker:
 
     async def memory(self) -> types_pb2.MemoryUsage:
         """Return the device's memory and the store's part in it."""
-        # Asking the device can block.
+        # Asking the device can block; the worker's own threads may have much to do before this.
         memory = await asyncio.to_thread(self.device.memory)
         return types_pb2.MemoryUsage(
             resident_bytes=self.store.resident_bytes(),
@@ -187,9 +183,18 @@ class Worker:
             await self._end(session)
 
     async def _end(self, session: LoadSession) -> None:
+        """End a session; a cancelled caller waits until it has ended, for halves are of no use."""
+        ending = asyncio.create_task(self._end_uncancelled(session))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait([ending])
+            raise
+
+    async def _end_uncancelled(self, session: LoadSession) -> None:
         await session.abort()
         self._session = None
         try:
-            await run_in_thread(self._threads, self.store.release)
+            await run_in_thread(self.threads, self.store.release)
         except RuntimeError:
             _log.exception("load %s: a weight could not be freed", session.manifest.load_id)
