@@ -158,6 +158,9 @@ async def code_of(
         async for _ in call(iter([b""]), metadata=metadata, timeout=1):
             return grpc.StatusCode.OK
     except grpc.aio.AioRpcError as error:
+        # gRPC's client, whose message met the end of a call that was refused before it came.
+        if error.details() == "internal":
+            return await code_of(channel, service, method, metadata)
         return error.code()
     return grpc.StatusCode.OK
 
