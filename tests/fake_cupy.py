@@ -10,6 +10,11 @@ import ctypes
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from loader_kernels.digest import hash_blocks
 
 DEVICES = 2
 TOTAL_BYTES = 1 << 30
@@ -25,8 +30,8 @@ class Runtime:
     """`cupy.cuda.runtime`, of one process and one device's memory."""
 
     CUDARuntimeError = CUDARuntimeError
+    memcpyHostToDevice = 1  # noqa: N815 - CuPy's name
     memcpyDeviceToHost = 2  # noqa: N815 - CuPy's name
-    memcpyDeviceToDevice = 3  # noqa: N815 - CuPy's name
 
     def __init__(self) -> None:
         self.allocations: dict[int, ctypes.Array[ctypes.c_char]] = {}
@@ -60,16 +65,16 @@ class Runtime:
             del self.allocations[pointer]
 
     def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        assert kind in {self.memcpyDeviceToHost, self.memcpyDeviceToDevice}
-        self._later(stream, lambda: ctypes.memmove(target, source, nbytes))
+        assert kind in {self.memcpyHostToDevice, self.memcpyDeviceToHost}
+        self.later(stream, lambda: ctypes.memmove(target, source, nbytes))
 
     def memsetAsync(self, pointer: int, value: int, nbytes: int, stream: int) -> None:
-        self._later(stream, lambda: ctypes.memset(pointer, value, nbytes))
+        self.later(stream, lambda: ctypes.memset(pointer, value, nbytes))
 
     def require_device(self) -> None:
         assert hasattr(self.current, "index"), "this thread has not chosen a device"
 
-    def _later(self, stream: int, work: Callable[[], object]) -> None:
+    def later(self, stream: int, work: Callable[[], object]) -> None:
         self.require_device()
         self.pending[stream].append(work)
 
@@ -85,10 +90,55 @@ class Stream:
         runtime.require_device()
         self.ptr = id(self)
         self._work = runtime.pending[self.ptr] = []
+        self._runtime = runtime
+
+    def __enter__(self) -> None:
+        self._runtime.current.stream = self.ptr
+
+    def __exit__(self, *error: object) -> None:
+        del self._runtime.current.stream
 
     def synchronize(self) -> None:
         while self._work:
             self._work.pop(0)()
+
+
+class RawModule:
+    """`cupy.RawModule` with our kernels, as they are described; test_cuda_kernels runs their sources."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        kernels: dict[str, Callable[..., None]] = {
+            "hash_blocks": _hash_blocks,
+            "copy_spans": _copy_spans,
+        }
+        kernel = kernels[name]
+
+        def launch(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            numbers = [int(argument) for argument in args]
+            self._runtime.later(self._runtime.current.stream, lambda: kernel(grid[0], *numbers))
+
+        return launch
+
+
+def _hash_blocks(grid: int, table: int, count: int, blocks: int, hashes: int) -> None:
+    assert grid * 8 >= blocks
+    rows = np.frombuffer(ctypes.string_at(table, count * 24), np.uint64).reshape(count, 3)
+    for address, length, first in rows.tolist():
+        found = hash_blocks(memoryview(ctypes.string_at(address, length)))
+        ctypes.memmove(hashes + first * 8, found, len(found))
+
+
+def _copy_spans(grid: int, table: int, count: int) -> None:
+    rows = np.frombuffer(ctypes.string_at(table, count * 32), np.uint64).reshape(count, 4)
+    tiles = 0
+    for source, target, length, first in rows.tolist():
+        assert first == tiles
+        tiles += -(-length // 65536)
+        ctypes.memmove(target, source, length)
+    assert tiles == grid
 
 
 def fake_cupy() -> SimpleNamespace:
@@ -99,5 +149,6 @@ def fake_cupy() -> SimpleNamespace:
             runtime=runtime,
             Stream=lambda non_blocking: Stream(runtime),
             alloc_pinned_memory=bytearray,
-        )
+        ),
+        RawModule=lambda code, options: RawModule(runtime),
     )

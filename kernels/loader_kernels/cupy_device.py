@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from loader_kernels.device import Buffer, DeviceMemory, DeviceOutOfMemoryError
-from loader_kernels.digest import BLOCK_BYTES, hash_blocks
+from loader_kernels.cuda_kernels import CudaKernels, Lane
+from loader_kernels.device import Buffer, Copy, DeviceMemory, DeviceOutOfMemoryError, Span
 
 __all__ = ["CupyBuffer", "CupyDevice", "CupyWindow"]
-
-STAGING_BYTES = 256 * BLOCK_BYTES
-"""Pinned memory that a thread hashes through: enough for the link, little enough for the cache."""
 
 _SHARED_UP_TO_BYTES = 1 << 20
 _SHARED_UNIT_BYTES = 512
@@ -81,7 +78,8 @@ class CupyDevice:
         self._allocated_bytes = 0
         self._lock = threading.Lock()
         self._open()
-        self._lane = _Lane(self._cupy, index)
+        self._lane = Lane(self._cupy, index)
+        self._kernels = CudaKernels(self._cupy)
 
     def _open(self) -> None:
         try:
@@ -148,13 +146,18 @@ class CupyDevice:
         """Return a view that offers `__cuda_array_interface__`."""
         return CupyWindow(self._address(buffer, offset, length), length)
 
-    def copy(
-        self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int
-    ) -> None:
-        """Copy on the calling thread's stream and wait for it."""
-        begin = self._address(source, source_offset, length)
-        end = self._address(target, offset, length)
-        self._copy_to(end, begin, length, self._runtime.memcpyDeviceToDevice)
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy by one kernel on the calling thread's stream and wait for it."""
+        addresses = [
+            (
+                self._address(source, source_offset, length),
+                self._address(target, offset, length),
+                length,
+            )
+            for source, source_offset, target, offset, length in copies
+        ]
+        self._use()
+        self._kernels.copy(self._lane, addresses)
 
     def zero(self, buffer: Buffer, offset: int, length: int) -> None:
         """Fill with zeros on the calling thread's stream and wait for it."""
@@ -169,29 +172,20 @@ class CupyDevice:
         """Return a copy in host memory."""
         address = self._address(buffer, offset, length)
         host = np.empty(length, np.uint8)
-        self._fetch(address, host)
-        return host.data.toreadonly()
-
-    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
-        """Hash on the host, from copies in the calling thread's pinned memory."""
-        address = self._address(buffer, offset, length)
-        hashes = []
-        for start in range(0, length, STAGING_BYTES):
-            piece = self._lane.staging[: length - start]
-            self._fetch(address + start, piece)
-            hashes.append(hash_blocks(piece.data))
-        return b"".join(hashes)
-
-    def _fetch(self, address: int, host: npt.NDArray[np.uint8]) -> None:
-        kind = self._runtime.memcpyDeviceToHost
-        self._copy_to(host.ctypes.data, address, host.nbytes, kind)
-
-    def _copy_to(self, target: int, source: int, length: int, kind: int) -> None:
         if length:
             self._use()
             stream = self._lane.stream
-            self._runtime.memcpyAsync(target, source, length, kind, stream.ptr)
+            self._runtime.memcpyAsync(
+                host.ctypes.data, address, length, self._runtime.memcpyDeviceToHost, stream.ptr
+            )
             stream.synchronize()
+        return host.data.toreadonly()
+
+    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+        """Hash by one kernel on the calling thread's stream."""
+        addresses = [(self._address(*span), span.length) for span in spans]
+        self._use()
+        return self._kernels.block_hashes(self._lane, addresses)
 
     def _use(self) -> None:
         """Make the device the thread's; it stays, since going back would open another device."""
@@ -206,18 +200,6 @@ class CupyDevice:
                 f"bytes [{offset}, {offset + length}) are outside a buffer of {buffer.nbytes}"
             )
         return buffer.pointer + offset
-
-
-class _Lane(threading.local):
-    """What each thread has of its own, so that threads do not wait for one another's copies."""
-
-    def __init__(self, cupy: Any, index: int) -> None:
-        """Make the calling thread's stream and pinned memory, uint8 of shape (STAGING_BYTES,)."""
-        cupy.cuda.runtime.setDevice(index)
-        # Unlike the default one, this stream does not wait for other work in the process.
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        pinned = cupy.cuda.alloc_pinned_memory(STAGING_BYTES)
-        self.staging = np.frombuffer(pinned, np.uint8, STAGING_BYTES)
 
 
 def _taken_bytes(nbytes: int) -> int:

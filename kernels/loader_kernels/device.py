@@ -7,9 +7,10 @@ of a machine without a GPU runs the same code path as a CUDA device.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Buffer", "Device", "DeviceMemory", "DeviceOutOfMemoryError"]
+__all__ = ["Buffer", "Copy", "Device", "DeviceMemory", "DeviceOutOfMemoryError", "Span"]
 
 
 class DeviceOutOfMemoryError(MemoryError):
@@ -51,6 +52,24 @@ class Buffer(Protocol):
         ...
 
 
+class Span(NamedTuple):
+    """Bytes [offset, offset + length) of a buffer."""
+
+    buffer: Buffer
+    offset: int
+    length: int
+
+
+class Copy(NamedTuple):
+    """`length` bytes of `source` from `source_offset` on, which go to `target` from `offset` on."""
+
+    source: Buffer
+    source_offset: int
+    target: Buffer
+    offset: int
+    length: int
+
+
 class Device(Protocol):
     """One device memory. Methods may be called from any thread; `free` ends a buffer's life.
 
@@ -87,10 +106,11 @@ class Device(Protocol):
         """
         ...
 
-    def copy(
-        self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int
-    ) -> None:
-        """Copy `length` bytes inside the device; done when the call returns."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy inside the device; done when the call returns.
+
+        What is written may overlap neither what is read nor what else is written.
+        """
         ...
 
     def zero(self, buffer: Buffer, offset: int, length: int) -> None:
@@ -104,6 +124,6 @@ class Device(Protocol):
         """
         ...
 
-    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
-        """Hash the memory in blocks, see `digest.hash_blocks`; computed from the device's bytes."""
+    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+        """Hash each span in blocks, see `digest.hash_blocks`; computed from the device's bytes."""
         ...

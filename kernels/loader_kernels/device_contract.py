@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader_kernels.device import Buffer, Device, DeviceOutOfMemoryError
+from loader_kernels.device import Buffer, Copy, Device, DeviceOutOfMemoryError, Span
 from loader_kernels.digest import BLOCK_BYTES, hash_blocks
 
 __all__ = ["DeviceContract"]
@@ -98,11 +98,11 @@ class DeviceContract:
         device = self.open(LIMIT_BYTES)
         empty, other = device.allocate(0), device.allocate(16)
         device.zero(empty, 0, 0)
-        device.copy(empty, 0, other, 16, 0)
-        device.copy(other, 0, empty, 0, 0)
+        device.copy([Copy(empty, 0, other, 16, 0)])
+        device.copy([Copy(other, 0, empty, 0, 0)])
         device.window(empty, 0, 0)
         assert bytes(device.read(empty, 0, 0)) == b""
-        assert device.block_hashes(empty, 0, 0) == b""
+        assert device.block_hashes([Span(empty, 0, 0)]) == [b""]
         device.free(empty)
         with pytest.raises(ValueError, match="freed"):
             device.free(empty)
@@ -117,11 +117,11 @@ class DeviceContract:
             for use in (
                 device.free,
                 lambda bad: device.window(bad, 0, 1),
-                lambda bad: device.copy(bad, 0, other, 0, 1),
-                lambda bad: device.copy(other, 0, bad, 0, 1),
+                lambda bad: device.copy([Copy(bad, 0, other, 0, 1)]),
+                lambda bad: device.copy([Copy(other, 0, bad, 0, 1)]),
                 lambda bad: device.zero(bad, 0, 1),
                 lambda bad: device.read(bad, 0, 1),
-                lambda bad: device.block_hashes(bad, 0, 1),
+                lambda bad: device.block_hashes([Span(bad, 0, 1)]),
             ):
                 with pytest.raises(ValueError, match="not one of this device's"):
                     use(buffer)
@@ -134,11 +134,11 @@ class DeviceContract:
         buffer, other = device.allocate(16), device.allocate(32)
         for use in (
             lambda: device.window(buffer, offset, length),
-            lambda: device.copy(buffer, offset, other, 0, length),
-            lambda: device.copy(other, 0, buffer, offset, length),
+            lambda: device.copy([Copy(buffer, offset, other, 0, length)]),
+            lambda: device.copy([Copy(other, 0, buffer, offset, length)]),
             lambda: device.zero(buffer, offset, length),
             lambda: device.read(buffer, offset, length),
-            lambda: device.block_hashes(buffer, offset, length),
+            lambda: device.block_hashes([Span(buffer, offset, length)]),
         ):
             with pytest.raises(ValueError, match="outside"):
                 use()
@@ -154,10 +154,10 @@ class DeviceContract:
         """Also inside one buffer."""
         device = self.open()
         source, target = self.filled(device, bytes(range(8))), self.filled(device, b"\xff" * 8)
-        device.copy(source, 1, target, 4, 3)
+        device.copy([Copy(source, 1, target, 4, 3)])
         device.zero(target, 0, 2)
         assert bytes(device.read(target, 0, 8)) == b"\0\0\xff\xff\1\2\3\xff"
-        device.copy(source, 0, source, 6, 2)
+        device.copy([Copy(source, 0, source, 6, 2)])
         assert bytes(device.read(source, 0, 8)) == b"\0\1\2\3\4\5\0\1"
 
     def test_read_gives_bytes_that_cannot_be_written(self) -> None:
@@ -175,8 +175,45 @@ class DeviceContract:
         data = _random_bytes(BLOCK_BYTES + nbytes, nbytes)
         buffer = self.filled(device, data)
         expected = hash_blocks(memoryview(data)[BLOCK_BYTES:])
-        assert device.block_hashes(buffer, BLOCK_BYTES, nbytes) == expected
+        assert device.block_hashes([Span(buffer, BLOCK_BYTES, nbytes)]) == [expected]
         device.free(buffer)
+
+    def test_many_spans_are_hashed_at_once(self) -> None:
+        """Of every kind of length that XXH3 treats by itself, at every alignment, empty ones too."""
+        device = self.open()
+        lengths = [0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 511, 512, 513, 1024, 1025, 16383]
+        lengths += [BLOCK_BYTES, BLOCK_BYTES + 1, 0, 3 * BLOCK_BYTES, 7]
+        data = _random_bytes(sum(lengths) + len(lengths))
+        buffer = self.filled(device, data)
+        for shift in (0, 1):
+            spans, expected, offset = [], [], 0
+            for length in lengths:
+                spans.append(Span(buffer, offset, length))
+                expected.append(hash_blocks(memoryview(data)[offset : offset + length]))
+                offset += length + shift
+            assert device.block_hashes(spans) == expected
+        device.free(buffer)
+
+    def test_many_copies_are_made_at_once(self) -> None:
+        """Between buffers of any alignment, empty ones too."""
+        device = self.open()
+        lengths = [0, 1, 2, 15, 16, 17, 4096, 65535, 65536, 65537, 0, 200_001]
+        data = _random_bytes(sum(lengths))
+        source = self.filled(device, data)
+        targets = [self.filled(device, bytes(length + 5)) for length in lengths]
+        copies, offset = [], 0
+        for number, (length, target) in enumerate(zip(lengths, targets, strict=True)):
+            copies.append(Copy(source, offset, target, number % 4, length))
+            offset += length
+        device.copy(copies)
+        offset = 0
+        for number, (length, target) in enumerate(zip(lengths, targets, strict=True)):
+            before, after = bytes(number % 4), bytes(5 - number % 4)
+            expected = before + data[offset : offset + length] + after
+            assert bytes(device.read(target, 0, length + 5)) == expected
+            offset += length
+            device.free(target)
+        device.free(source)
 
     def test_threads_never_get_more_than_the_limit_and_lose_no_byte(self) -> None:
         """Half of what they ask for does not fit."""
@@ -207,9 +244,11 @@ class DeviceContract:
             copy = device.allocate(size)
             device.zero(copy, 0, size)
             assert not any(bytes(device.read(copy, 0, 1000)))
-            device.copy(buffers[number], 0, copy, 0, size)
+            device.copy([Copy(buffers[number], 0, copy, 0, size)])
             assert bytes(device.read(copy, 0, size)) == sent[number]
-            assert device.block_hashes(copy, 0, size) == hash_blocks(memoryview(sent[number]))
+            assert device.block_hashes([Span(copy, 0, size)]) == [
+                hash_blocks(memoryview(sent[number]))
+            ]
             device.free(copy)
 
         with ThreadPoolExecutor(THREADS) as threads:

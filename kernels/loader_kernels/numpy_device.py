@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from loader_kernels.device import Buffer, DeviceMemory, DeviceOutOfMemoryError
+from loader_kernels.device import Buffer, Copy, DeviceMemory, DeviceOutOfMemoryError, Span
 from loader_kernels.digest import hash_blocks
 
 __all__ = ["NumpyBuffer", "NumpyDevice", "map_memory"]
@@ -89,11 +90,10 @@ class NumpyDevice:
         """Return the array's part."""
         return _part(buffer, offset, length)
 
-    def copy(
-        self, source: Buffer, source_offset: int, target: Buffer, offset: int, length: int
-    ) -> None:
-        """Copy between two arrays."""
-        _part(target, offset, length)[:] = _part(source, source_offset, length)
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy between arrays."""
+        for source, source_offset, target, offset, length in copies:
+            _part(target, offset, length)[:] = _part(source, source_offset, length)
 
     def zero(self, buffer: Buffer, offset: int, length: int) -> None:
         """Fill with zeros."""
@@ -103,9 +103,9 @@ class NumpyDevice:
         """Return a view: the device's memory is host memory."""
         return _part(buffer, offset, length).data.toreadonly()
 
-    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
-        """Hash the array's part."""
-        return hash_blocks(self.read(buffer, offset, length))
+    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+        """Hash the arrays' parts."""
+        return [hash_blocks(self.read(*span)) for span in spans]
 
 
 def map_memory(nbytes: int) -> npt.NDArray[np.uint8]:

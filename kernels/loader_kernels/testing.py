@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
-from loader_kernels.device import Buffer
+from loader_kernels.device import Buffer, Span
 from loader_kernels.numpy_device import NumpyBuffer, NumpyDevice
 
 __all__ = ["CountingDevice", "FlippingDevice"]
@@ -69,10 +70,11 @@ class FlippingDevice(CountingDevice):
         self._allocations += 1
         return buffer
 
-    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
+    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
         """Spoil the chosen buffer when the byte is about to be hashed, then hash."""
-        if buffer is self._victim and offset <= self.flip_byte < offset + length:
-            self._victim = None
-            window = self.window(buffer, self.flip_byte, 1)
-            window ^= np.uint8(1)
-        return super().block_hashes(buffer, offset, length)
+        for buffer, offset, length in spans:
+            if buffer is self._victim and offset <= self.flip_byte < offset + length:
+                self._victim = None
+                window = self.window(buffer, self.flip_byte, 1)
+                window ^= np.uint8(1)
+        return super().block_hashes(spans)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
-from loader_kernels.device import Buffer
+from loader_kernels.device import Span
 from loader_kernels.numpy_device import NumpyBuffer, NumpyDevice
 from loader_service.logs import log_to_stderr
 from loader_worker.main import make_settings, parse_arguments, serve
@@ -29,11 +30,12 @@ class FaultyDevice(NumpyDevice):
             self._largest = buffer
         return buffer
 
-    def block_hashes(self, buffer: Buffer, offset: int, length: int) -> bytes:
-        if self._landed and buffer is self._largest:
-            self.window(buffer, offset, length)[length // 2] ^= 1
-            self._landed = False
-        return super().block_hashes(buffer, offset, length)
+    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+        for buffer, offset, length in spans:
+            if self._landed and buffer is self._largest:
+                self.window(buffer, offset, length)[length // 2] ^= 1
+                self._landed = False
+        return super().block_hashes(spans)
 
     def _flip_largest(self, number: int, frame: FrameType | None) -> None:
         assert self._largest is not None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from loader_kernels import digest
-from loader_kernels.device import Buffer, Device
+from loader_kernels.device import Buffer, Copy, Device, Span
 from loader_service.errors import DigestMismatch, LoaderError
 from loader_service.stream import wire
 from loader_service.stream.chunks import CREDITS, Chunk, Extent, largest_bundle_bytes
@@ -139,19 +139,20 @@ class Receiver:
     def _land(self, chunk: Chunk, staging: Buffer | None) -> list[bytes]:
         """Move a bundle's extents to their buffers; return the hashes of what the buffers hold."""
         position = 0
-        landed = []
+        copies, spans = [], []
         for extent in chunk.extents:
             buffer = self._buffers[extent.slice_index]
-            if len(chunk.extents) > 1 and extent.length:
+            if len(chunk.extents) > 1:
                 assert staging is not None
-                self._device.copy(staging, position, buffer, extent.offset, extent.length)
+                copies.append(Copy(staging, position, buffer, extent.offset, extent.length))
                 position += extent.length
             end = extent.offset + extent.length
             if self._ends_slice(extent):
                 # The zero rows belong to the digest.
                 end = self._manifest.slices[extent.slice_index].nbytes
-            landed.append(self._device.block_hashes(buffer, extent.offset, end - extent.offset))
-        return landed
+            spans.append(Span(buffer, extent.offset, end - extent.offset))
+        self._device.copy(copies)
+        return self._device.block_hashes(spans)
 
     def _compare(self, slice_index: int) -> None:
         """Compare a slice's digests as soon as both are there."""
