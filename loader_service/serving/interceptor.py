@@ -151,8 +151,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Find out who calls, and refuse what they may not do or have no time for."""
         if call.deadline is not None and call.deadline - time.monotonic() < LEAST_SECONDS:
             raise DeadlineExceeded("the deadline leaves no time to do anything")
-        call.identity = LOCAL
-        if self._access is not None:
+        if self._access is None:
+            call.identity = LOCAL
+        else:
             call.identity = await self._access.identify(_certificate_names(call), _token(call))
             roles = access.METHOD_ROLES.get(call.method, frozenset())
             access.require(call.identity, roles, call.method.rpartition("/")[2])

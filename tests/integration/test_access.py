@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import urllib.request
 from collections.abc import AsyncIterator
@@ -339,6 +340,26 @@ async def test_changes_and_refused_attempts_are_in_the_audit_log(
     assert log.stat().st_mode & 0o077 == 0
     assert len(log.read_text().splitlines()) == 2
     assert "token-of" not in log.read_text()
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
+async def test_of_a_caller_who_is_not_known_nothing_is_kept(
+    tmp_path: Path, access: str, metadata: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "audit.jsonl"
+    serving = ServingOptions(access_file=access, audit_log=str(log))
+    caplog.set_level(logging.INFO, "loader_service.calls")
+    async with (
+        control_plane(tmp_path, serving=serving) as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Load(coordinator_pb2.LoadRequest(path="secret", tp=1), metadata=metadata)
+    (entry,) = map(json.loads, log.read_text().splitlines())
+    assert (entry["identity"], entry["code"]) == ("anonymous", "UNAUTHENTICATED")
+    assert not entry.keys() & {"path", "tp"}
+    assert "identity=anonymous" in caplog.text
 
 
 async def test_nobody_fills_the_disk_through_the_audit_log(tmp_path: Path, access: str) -> None:
