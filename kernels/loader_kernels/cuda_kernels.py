@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loader_kernels.device import STAGING_BYTES
 from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, block_count
 
 __all__ = ["CudaKernels", "Lane"]
@@ -25,6 +26,9 @@ _TILE_BYTES = 64 << 10
 
 _TABLE_BYTES = 512 << 10
 """Room of a thread for the table of a launch, and as much again for what the launch returns."""
+
+_STAGINGS = 2
+"""Staging memories of a thread: one is read into while the device fetches the other."""
 
 _PIECE_BYTES = 256 << 20
 """Longer spans are hashed and copied in pieces, so that each piece's hashes fit the room."""
@@ -47,6 +51,48 @@ class Lane(threading.local):
         pinned = cupy.cuda.alloc_pinned_memory(2 * _TABLE_BYTES)
         self.host: npt.NDArray[np.uint8] = np.frombuffer(pinned, np.uint8, 2 * _TABLE_BYTES)
         self.device: int = runtime.malloc(2 * _TABLE_BYTES)
+        self._cupy = cupy
+        self._stagings: list[_Staging] = []
+
+    def next_staging(self, nbytes: int) -> memoryview:
+        """Return pinned memory that the device has fetched everything from; two take turns."""
+        if len(self._stagings) < _STAGINGS:
+            self._stagings.append(_Staging(self._cupy))
+        else:
+            self._stagings.append(self._stagings.pop(0))
+        staging = self._stagings[-1]
+        staging.event.synchronize()
+        return staging.view[:nbytes]
+
+    def upload(self, parts: Sequence[tuple[int, int, int]]) -> Any:
+        """Copy (position in the last staging memory, address, length) and return the event.
+
+        The event is recorded again when the memory is used again; who waits for it then waits longer
+        than needed.
+        """
+        staging = self._stagings[-1]
+        runtime = self._cupy.cuda.runtime
+        for position, address, length in parts:
+            runtime.memcpyAsync(
+                address,
+                staging.address + position,
+                length,
+                runtime.memcpyHostToDevice,
+                self.stream.ptr,
+            )
+        staging.event.record(self.stream)
+        return staging.event
+
+
+class _Staging:
+    """Pinned memory with the event that is due when the device has fetched it."""
+
+    def __init__(self, cupy: Any) -> None:
+        pinned = cupy.cuda.alloc_pinned_memory(STAGING_BYTES)
+        array = np.frombuffer(pinned, np.uint8, STAGING_BYTES)
+        self.view = array.data
+        self.address: int = array.ctypes.data
+        self.event = cupy.cuda.Event(disable_timing=True)
 
 
 class CudaKernels:

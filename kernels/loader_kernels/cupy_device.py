@@ -181,10 +181,24 @@ class CupyDevice:
             stream.synchronize()
         return host.data.toreadonly()
 
-    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+    def staging(self, nbytes: int) -> memoryview:
+        """Return pinned memory."""
+        self._use()
+        return self._lane.next_staging(nbytes)
+
+    def upload(self, parts: Sequence[tuple[int, Span]]) -> object:
+        """Copy on the calling thread's stream; returns the event that is due then."""
+        self._use()
+        return self._lane.upload(
+            [(position, self._address(*span), span.length) for position, span in parts]
+        )
+
+    def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:
         """Hash by one kernel on the calling thread's stream."""
         addresses = [(self._address(*span), span.length) for span in spans]
         self._use()
+        for event in uploads:
+            self._lane.stream.wait_event(event)
         return self._kernels.block_hashes(self._lane, addresses)
 
     def _use(self) -> None:

@@ -10,7 +10,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Buffer", "Copy", "Device", "DeviceMemory", "DeviceOutOfMemoryError", "Span"]
+__all__ = [
+    "STAGING_BYTES",
+    "Buffer",
+    "Copy",
+    "Device",
+    "DeviceMemory",
+    "DeviceOutOfMemoryError",
+    "Span",
+]
+
+STAGING_BYTES = 5 << 20
+"""Most bytes of one upload."""
 
 
 class DeviceOutOfMemoryError(MemoryError):
@@ -124,6 +135,30 @@ class Device(Protocol):
         """
         ...
 
-    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
-        """Hash each span in blocks, see `digest.hash_blocks`; computed from the device's bytes."""
+    def staging(self, nbytes: int) -> memoryview:
+        """Return host memory of the calling thread to upload from, at most `STAGING_BYTES`.
+
+        A thread has few of these in turn; one is handed out again when the device has fetched what was
+        uploaded from it.
+        """
+        ...
+
+    def upload(self, parts: Sequence[tuple[int, Span]]) -> object:
+        """Begin to copy parts of the thread's last `staging` memory to the device.
+
+        Args:
+            parts: first byte in the staging memory, and where its bytes go.
+
+        Returns:
+            What `block_hashes` waits for.
+        """
+        ...
+
+    def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:
+        """Hash each span in blocks, see `digest.hash_blocks`; computed from the device's bytes.
+
+        Args:
+            spans: what to hash.
+            uploads: uploads that end before.
+        """
         ...

@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loader_kernels.device import Buffer, Copy, DeviceMemory, DeviceOutOfMemoryError, Span
+from loader_kernels.device import (
+    STAGING_BYTES,
+    Buffer,
+    Copy,
+    DeviceMemory,
+    DeviceOutOfMemoryError,
+    Span,
+)
 from loader_kernels.digest import hash_blocks
 
 __all__ = ["NumpyBuffer", "NumpyDevice", "map_memory"]
@@ -45,6 +52,7 @@ class NumpyDevice:
         self._limit_bytes = limit_bytes
         self._allocated_bytes = 0
         self._lock = threading.Lock()
+        self._staging = _Staging()
 
     @property
     def name(self) -> str:
@@ -103,9 +111,25 @@ class NumpyDevice:
         """Return a view: the device's memory is host memory."""
         return _part(buffer, offset, length).data.toreadonly()
 
-    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+    def staging(self, nbytes: int) -> memoryview:
+        """Return memory of the calling thread."""
+        return self._staging.memory[:nbytes]
+
+    def upload(self, parts: Sequence[tuple[int, Span]]) -> object:
+        """Copy at once."""
+        for position, (buffer, offset, length) in parts:
+            source = self._staging.memory[position : position + length]
+            _part(buffer, offset, length)[:] = np.frombuffer(source, np.uint8)
+        return None
+
+    def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:
         """Hash the arrays' parts."""
         return [hash_blocks(self.read(*span)) for span in spans]
+
+
+class _Staging(threading.local):
+    def __init__(self) -> None:
+        self.memory: memoryview = np.empty(STAGING_BYTES, np.uint8).data
 
 
 def map_memory(nbytes: int) -> npt.NDArray[np.uint8]:

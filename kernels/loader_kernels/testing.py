@@ -70,11 +70,11 @@ class FlippingDevice(CountingDevice):
         self._allocations += 1
         return buffer
 
-    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+    def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:
         """Spoil the chosen buffer when the byte is about to be hashed, then hash."""
         for buffer, offset, length in spans:
             if buffer is self._victim and offset <= self.flip_byte < offset + length:
                 self._victim = None
                 window = self.window(buffer, self.flip_byte, 1)
                 window ^= np.uint8(1)
-        return super().block_hashes(spans)
+        return super().block_hashes(spans, uploads)

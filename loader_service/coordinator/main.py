@@ -42,6 +42,7 @@ async def serve(
     listen: str,
     settings: Settings,
     data_ports: str,
+    staging: str,
     serving: ServingOptions,
     security: ChannelSecurity,
 ) -> None:
@@ -53,7 +54,7 @@ async def serve(
     def connect(worker_id: str, address: str) -> GrpcWorkerClient:
         return GrpcWorkerClient(worker_id, address, security)
 
-    streamer = StreamerProcess(settings.window_bytes, data_ports)
+    streamer = StreamerProcess(settings.window_bytes, data_ports, staging)
     coordinator = Coordinator(settings, SystemClock(), connect, streamer.stream)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
         CoordinatorServicer(coordinator), server.grpc
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         type=parse_size,
         default=DEFAULT_WINDOW_BYTES,
         metavar="SIZE",
-        help="host memory for chunks on their way (default 512MiB)",
+        help="memory for chunks on their way, on the host and on the GPU (default 512MiB)",
     )
     parser.add_argument(
         "--max-header-bytes",
@@ -132,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
         default=2.0,
         help="a rank without a chunk for so long is reported as stalled (default 2)",
     )
+    parser.add_argument(
+        "--staging",
+        choices=("auto", "host"),
+        default="auto",
+        help="where chunks are made: auto takes this machine's first GPU for loads to GPUs of this "
+        "machine (default), host never does",
+    )
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
     add_serving_arguments(parser)
     parser.add_argument("--version", action="version", version=__version__)
@@ -164,6 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
                 options.listen,
                 settings,
                 options.data_ports,
+                options.staging,
                 serving_options(options),
                 channel_security(options),
             )

@@ -196,8 +196,14 @@ class LoadRunner:
             pages = manifest_pages(self.record.load_id, planned.plan, rank, planned.chunks[rank])
             answer = await self._clients[rank].prepare(pages)
             self.record.set_rank(rank, RankState.RANK_STATE_PREPARED)
+            registration = group[rank].registration
             return RankEndpoint(
-                group[rank].worker_id, answer.data_host, answer.data_port, answer.token
+                registration.worker_id,
+                answer.data_host,
+                answer.data_port,
+                answer.token,
+                registration.device,
+                registration.host,
             )
 
         # One refusal does not cut the others short: their answers say what they hold.

@@ -38,9 +38,13 @@ CANCEL_SECONDS = 1.0
 class StreamerProcess:
     """Keeps one streamer running and carries commands to it and events from it."""
 
-    def __init__(self, window_bytes: int, data_ports: str) -> None:
+    def __init__(self, window_bytes: int, data_ports: str, staging: str = "auto") -> None:
         """Describe the child; `run` starts it."""
-        self._arguments = ("--window-bytes", str(window_bytes), "--data-ports", data_ports)
+        self._arguments = (
+            *("--window-bytes", str(window_bytes)),
+            *("--data-ports", data_ports),
+            *("--staging", staging),
+        )
         self._writer: asyncio.StreamWriter | None = None
         self._ready = asyncio.Event()
         self._streams: dict[str, _Stream] = {}

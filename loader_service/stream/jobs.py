@@ -34,12 +34,16 @@ class RankEndpoint:
         host: host of its data-plane listener.
         port: port of its data-plane listener.
         token: one-time token that opens it.
+        device: device that the slices go to.
+        machine: name of the worker's machine.
     """
 
     worker_id: str
     host: str
     port: int
     token: bytes
+    device: str = "numpy"
+    machine: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from loader_service.checkpoint.files import file_identity
 from loader_service.errors import DataLoss, TiedHeadDiffers
 from loader_service.plan.slices import Slice, StridedRun, TensorPlan
 
-__all__ = ["OpenFiles", "Target", "read_tensor"]
+__all__ = ["OpenFiles", "Target", "fill_targets", "read_tensor"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ_BYTES = 256 << 10
@@ -81,7 +81,7 @@ class Target:
 
     Attributes:
         piece: the slice.
-        begin: first wire byte of the part, a multiple of the digest's block.
+        begin: first wire byte of the part; a multiple of the digest's block where it is hashed.
         view: writable memory of shape (bytes of the part,).
     """
 
@@ -111,11 +111,14 @@ def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target])
     if len(targets) == 1 and len(fragments) == 1 and not bands:
         hashes = [reader.read_and_hash(fragments[0])]
     else:
-        for band in bands:
-            reader.read_band(band)
-        reader.read_fragments(fragments)
+        reader.read(bands, fragments)
         hashes = [hash_blocks(target.view) for target in targets]
     return [_with_zero_rows(target, part) for target, part in zip(targets, hashes, strict=True)]
+
+
+def fill_targets(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target]) -> None:
+    """Fill the targets as `read_tensor` does, without hashing; they may begin at any byte."""
+    _TensorReader(files, tensor).read(*_divide(targets))
 
 
 def _with_zero_rows(target: Target, hashes: bytes) -> bytes:
@@ -251,6 +254,12 @@ class _TensorReader:
             self._read(fragment.offset + start, [piece])
             hashes.append(hash_blocks(piece))
         return b"".join(hashes)
+
+    def read(self, bands: list[_Band], fragments: list[_Fragment]) -> None:
+        """Fill everything."""
+        for band in bands:
+            self.read_band(band)
+        self.read_fragments(fragments)
 
     def read_band(self, band: _Band) -> None:
         """Read rows a few at a time and copy each target's part out of them."""

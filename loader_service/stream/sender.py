@@ -6,18 +6,18 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loader_kernels import digest
 from loader_service.errors import LoaderError, WorkerLost
 from loader_service.plan.slices import Slice, TensorPlan
 from loader_service.stream import wire
-from loader_service.stream.chunks import Chunk, Extent, Step, plan_steps, rank_chunks
+from loader_service.stream.chunks import Chunk, Step, plan_steps, rank_chunks
+from loader_service.stream.feed import Feed, Payload
 from loader_service.stream.jobs import RankEndpoint, StartStream
-from loader_service.stream.reader import OpenFiles, Target, read_tensor
+from loader_service.stream.reader import OpenFiles
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, PeerLostError, Transport
-from loader_service.stream.window import HostWindow
 
 __all__ = ["LoadSender"]
 
@@ -33,19 +33,19 @@ class LoadSender:
     """
 
     def __init__(
-        self, job: StartStream, transport: Transport, window: HostWindow, readers: Executor
+        self, job: StartStream, transport: Transport, feed: Feed, readers: Executor
     ) -> None:
         """Prepare the steps; nothing is opened yet.
 
         Args:
             job: what to send, and where.
             transport: how.
-            window: host memory that chunks are read to.
-            readers: threads that read files.
+            feed: makes the chunks.
+            readers: threads that open files.
         """
         self._job = job
         self._transport = transport
-        self._window = window
+        self._feed = feed
         self._readers = readers
         self._steps = plan_steps(job.plan, job.chunk_bytes)
         self._digests = {
@@ -108,48 +108,47 @@ class LoadSender:
 
     async def _send_steps(self, files: OpenFiles) -> None:
         next_index = [0] * len(self._links)
+        ahead = asyncio.Semaphore(self._feed.steps_at_once)
+
+        def release(slots: list[Any], _: asyncio.Task[None]) -> None:
+            self._feed.release(slots)
+            ahead.release()
+
         async with asyncio.TaskGroup() as group:
             for step in self._steps:
-                indices = []
+                indices = tuple(next_index)
                 for rank, chunk in enumerate(step.chunks):
-                    indices.append(next_index[rank])
-                    if chunk is not None:
-                        await self._links[rank].take_credit()
-                        next_index[rank] += 1
+                    next_index[rank] += chunk is not None
                 payloads = _payloads(step, self._job.plan.tensors)
                 size = self._job.chunk_bytes
-                buffers = await self._window.acquire(size, sum(p.nbytes > 0 for p in payloads))
-                sending = group.create_task(self._send_step(files, payloads, indices, buffers))
+                await ahead.acquire()
+                slots = await self._feed.acquire(size, sum(p.nbytes > 0 for p in payloads))
+                sending = group.create_task(self._send_step(files, payloads, indices, slots))
                 # Not in the task itself: one that is cancelled before its first step runs nothing.
-                sending.add_done_callback(functools.partial(self._release, buffers))
-
-    def _release(self, buffers: list[memoryview], sent: asyncio.Task[None]) -> None:
-        self._window.release(buffers)
+                sending.add_done_callback(functools.partial(release, slots))
 
     async def _send_step(
         self,
         files: OpenFiles,
-        payloads: list[_Payload],
-        indices: list[int],
-        buffers: list[memoryview],
+        payloads: list[Payload],
+        indices: Sequence[int],
+        slots: list[Any],
     ) -> None:
-        spare = list(buffers)
+        spare = list(slots)
         for payload in payloads:
-            payload.view = spare.pop()[: payload.nbytes] if payload.nbytes else memoryview(b"")
-        parts = await run_in_thread(
-            self._readers, _read_step, files, self._job.plan.tensors, payloads
-        )
-        for piece, offset, hashes in parts:
-            self._digests[id(piece)].add(offset, hashes)
+            payload.slot = spare.pop() if payload.nbytes else None
+        for part in await self._feed.fill(files, self._job.plan.tensors, payloads):
+            self._digests[id(part.piece)].add(part.begin, part.hashes)
         async with asyncio.TaskGroup() as group:
             for payload in payloads:
                 for rank in payload.ranks:
                     group.create_task(self._send_chunk(rank, indices[rank], payload))
 
-    async def _send_chunk(self, rank: int, index: int, payload: _Payload) -> None:
+    async def _send_chunk(self, rank: int, index: int, payload: Payload) -> None:
         link = self._links[rank]
+        await link.wait_for_credit(index)
         if payload.nbytes:
-            await link.send(wire.chunk_tag(index), payload.view)
+            await link.send(wire.chunk_tag(index), self._feed.view(payload.slot, payload.nbytes))
         ended = [
             self._digests[id(piece)]
             for piece, extent in payload.parts
@@ -160,19 +159,9 @@ class LoadSender:
             await link.send(wire.end_tag(index), bytearray(record))
 
 
-class _Payload:
-    """One chunk's bytes, and the ranks that get exactly these."""
-
-    def __init__(self, parts: tuple[tuple[Slice, Extent], ...], ranks: list[int]) -> None:
-        self.parts = parts
-        self.ranks = ranks
-        self.nbytes = sum(extent.length for _, extent in parts)
-        self.view = memoryview(b"")
-
-
-def _payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[_Payload]:
+def _payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[Payload]:
     """Group the ranks of a step whose chunks hold the same slices."""
-    distinct: dict[tuple[int, ...], _Payload] = {}
+    distinct: dict[tuple[int, ...], Payload] = {}
     for rank, chunk in enumerate(step.chunks):
         if chunk is None:
             continue
@@ -180,36 +169,8 @@ def _payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[_Payload]:
             (tensors[extent.slice_index].slices[rank], extent) for extent in chunk.extents
         )
         key = tuple(id(piece) for piece, _ in parts)
-        distinct.setdefault(key, _Payload(parts, [])).ranks.append(rank)
+        distinct.setdefault(key, Payload(parts, [])).ranks.append(rank)
     return list(distinct.values())
-
-
-def _read_step(
-    files: OpenFiles, tensors: Sequence[TensorPlan], payloads: list[_Payload]
-) -> list[tuple[Slice, int, bytes]]:
-    """Fill the payloads' views; return (slice, offset, block hashes) of every distinct part."""
-    places: dict[int, dict[int, tuple[Slice, Extent, memoryview]]] = {}
-    copies: list[tuple[memoryview, memoryview]] = []
-    for payload in payloads:
-        position = 0
-        for piece, extent in payload.parts:
-            view = payload.view[position : position + extent.length]
-            position += extent.length
-            first = places.setdefault(extent.slice_index, {}).setdefault(
-                id(piece), (piece, extent, view)
-            )
-            if first[2] is not view:
-                copies.append((first[2], view))
-    hashed = []
-    for index, pieces in places.items():
-        targets = [Target(piece, extent.offset, view) for piece, extent, view in pieces.values()]
-        for target, hashes in zip(
-            targets, read_tensor(files, tensors[index], targets), strict=True
-        ):
-            hashed.append((target.piece, target.begin, hashes))
-    for source, view in copies:
-        view[:] = source
-    return hashed
 
 
 class _SliceDigest:
@@ -245,7 +206,8 @@ class _RankLink:
         self._rank = rank
         self._worker_id = worker_id
         self._chunks = chunks
-        self._credits = asyncio.Semaphore(credits)
+        self._first_barred = credits
+        self._barred: dict[int, asyncio.Future[None]] = {}
         self.done_bytes = 0
         self.verified = False
 
@@ -278,9 +240,15 @@ class _RankLink:
         """What carries this rank's data."""
         return self._connection.lanes
 
-    async def take_credit(self) -> None:
-        """Wait until one more chunk may be on the way."""
-        await self._credits.acquire()
+    async def wait_for_credit(self, index: int) -> None:
+        """Wait until chunk number `index` may be on the way; the worker takes chunks in order.
+
+        Credits belong to the earliest chunks: one that a later chunk had taken would be missing to
+        those before it, which the worker waits for.
+        """
+        if index >= self._first_barred:
+            self._barred[index] = asyncio.get_running_loop().create_future()
+            await self._barred[index]
 
     async def send(self, tag: int, buffer: memoryview | bytearray) -> None:
         """Send one message."""
@@ -300,7 +268,10 @@ class _RankLink:
                     self._worker_id, self._rank, wire.ProtocolError(f"credit for chunk {index}")
                 )
             self.done_bytes += self._chunks[index].nbytes
-            self._credits.release()
+            allowed = self._barred.pop(self._first_barred, None)
+            self._first_barred += 1
+            if allowed is not None and not allowed.done():
+                allowed.set_result(None)
 
     async def take_verdict(self) -> None:
         """Take the worker's verdict; raise what it says."""

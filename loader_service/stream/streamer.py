@@ -14,9 +14,12 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+from loader_kernels.device import Device
+from loader_kernels.devices import open_device
 from loader_service import addresses
 from loader_service.errors import InternalError, LoadCancelled, LoaderError
 from loader_service.logs import log_to_stderr
+from loader_service.stream.feed import DeviceFeed, Feed, HostFeed
 from loader_service.stream.jobs import (
     CancelStream,
     StartStream,
@@ -43,15 +46,27 @@ class Streamer:
     """Runs the loads that the coordinator asks for, side by side."""
 
     def __init__(
-        self, transport: Transport, writer: asyncio.StreamWriter, window_bytes: int
+        self,
+        transport: Transport,
+        writer: asyncio.StreamWriter,
+        window_bytes: int,
+        device: Device | None = None,
     ) -> None:
-        """Share one window and one set of reading threads among all loads."""
+        """Share one set of reading threads, one window and one ring among all loads.
+
+        Args:
+            transport: how chunks travel.
+            writer: where events go.
+            window_bytes: most bytes of the window on the host, and as many of the ring on `device`.
+            device: GPU of this process; None makes all chunks on the host.
+        """
         self._transport = transport
         self._writer = writer
-        self._window = HostWindow(window_bytes)
         self._readers = ThreadPoolExecutor(
             min(_MAX_READERS, os.cpu_count() or 1), thread_name_prefix="reader"
         )
+        self._host_feed = HostFeed(HostWindow(window_bytes), self._readers)
+        self._device_feed = DeviceFeed(device, window_bytes, self._readers) if device else None
         self._loads: dict[str, asyncio.Task[None]] = {}
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -69,10 +84,13 @@ class Streamer:
         error: LoaderError | None = None
         reporter: asyncio.Task[None] | None = None
         try:
-            sender = LoadSender(job, self._transport, self._window, self._readers)
+            feed = self._feed_for(job)
+            sender = LoadSender(job, self._transport, feed, self._readers)
             reporter = asyncio.create_task(self._report(job.load_id, sender))
 
             async def connected(lanes: tuple[str, ...]) -> None:
+                if feed.name:
+                    lanes = tuple(f"{lane},through {feed.name}" for lane in lanes)
                 await write_message(self._writer, StreamConnected(job.load_id, lanes))
 
             await sender.run(connected)
@@ -91,6 +109,15 @@ class Streamer:
         with contextlib.suppress(ConnectionError):
             await write_message(self._writer, StreamEnded(job.load_id, error))
 
+    def _feed_for(self, job: StartStream) -> Feed:
+        """Choose where chunks are made: on the GPU for GPUs of this machine, which it reaches."""
+        here = socket.gethostname()
+        near = all(
+            endpoint.device.startswith("cuda") and endpoint.machine == here
+            for endpoint in job.endpoints
+        )
+        return self._device_feed if self._device_feed and near else self._host_feed
+
     async def _report(self, load_id: str, sender: LoadSender) -> None:
         with contextlib.suppress(ConnectionError):
             while True:
@@ -102,13 +129,28 @@ class Streamer:
         await write_message(self._writer, message)
 
 
-async def _main(control: socket.socket, window_bytes: int, data_ports: range | None) -> None:
+async def _main(
+    control: socket.socket, window_bytes: int, data_ports: range | None, staging: str
+) -> None:
+    # UCX needs the device's context before it starts.
+    device = _open_gpu() if staging == "auto" else None
     transport = UcxxTransport.start(data_ports)
     reader, writer = await asyncio.open_connection(sock=control)
-    await Streamer(transport, writer, window_bytes).serve(reader)
+    await Streamer(transport, writer, window_bytes, device).serve(reader)
     # The coordinator is gone and nobody waits for an answer. UCX's threads would delay the end.
     logging.shutdown()
     os._exit(0)
+
+
+def _open_gpu() -> Device | None:
+    """Return this machine's first GPU, None without one or without CuPy."""
+    try:
+        device = open_device("cuda:0")
+    except ValueError as error:
+        _log.info("chunks are made on the host: %s", error)
+        return None
+    _log.info("chunks for GPUs of this machine are made on %s", device.name)
+    return device
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,11 +159,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--window-bytes", type=int, required=True)
     parser.add_argument("--data-ports", default="")
+    parser.add_argument("--staging", default="auto")
     options = parser.parse_args(arguments)
     log_to_stderr("streamer")
     control = socket.socket(fileno=options.control_fd)
     data_ports = addresses.parse_ports(options.data_ports)
-    asyncio.run(_main(control, options.window_bytes, data_ports))
+    asyncio.run(_main(control, options.window_bytes, data_ports, options.staging))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,50 @@
-"""The streamer's host memory: a bounded window of chunk buffers that all loads share."""
+"""A bounded window of chunk buffers that all loads share."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from loader_kernels.numpy_device import map_memory
 
-__all__ = ["HostWindow"]
+__all__ = ["HostWindow", "Window"]
 
 
-class HostWindow:
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Buffer = TypeVar("_Buffer", bound=_Sized)
+
+
+class Window(Generic[_Buffer]):
     """Buffers of at most `limit_bytes` together, handed out in the order of asking.
 
     Buffers are kept and reused, the one given back last first: it is the warmest in the cache.
     Used from one event loop.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        """Start empty; memory is taken when it is first needed."""
+    def __init__(
+        self,
+        limit_bytes: int,
+        make: Callable[[int], _Buffer],
+        drop: Callable[[_Buffer], None] = lambda _: None,
+    ) -> None:
+        """Start empty; memory is taken when it is first needed.
+
+        Args:
+            limit_bytes: most bytes of all buffers together.
+            make: returns a buffer of so many bytes; may fail.
+            drop: frees a buffer that was made.
+        """
         self.limit_bytes = limit_bytes
+        self._make = make
+        self._drop = drop
         self._held_bytes = 0
-        self._idle: defaultdict[int, list[memoryview]] = defaultdict(list)
+        self._idle: defaultdict[int, list[_Buffer]] = defaultdict(list)
         self._turn = asyncio.Lock()
         self._returned = asyncio.Event()
 
@@ -30,7 +53,7 @@ class HostWindow:
         """Bytes of all buffers, in use or idle."""
         return self._held_bytes
 
-    async def acquire(self, size: int, count: int) -> list[memoryview]:
+    async def acquire(self, size: int, count: int) -> list[_Buffer]:
         """Return `count` buffers of `size` bytes each; waits until the window has room.
 
         Taking all buffers of a step at once, one step after another, is what rules a deadlock out.
@@ -45,15 +68,17 @@ class HostWindow:
                 self._returned.clear()
                 await self._returned.wait()
             idle = self._idle[size]
-            # Mapping may fail; nothing is counted or taken before it has worked.
-            fresh = [map_memory(size).data for _ in range(count - len(idle))]
-            self._held_bytes += size * len(fresh)
-            return [idle.pop() for _ in range(count - len(fresh))] + fresh
+            # Making one may fail: those made before it are then idle, and nothing is taken.
+            while len(idle) < count:
+                buffer = self._make(size)
+                self._held_bytes += size
+                idle.append(buffer)
+            return [idle.pop() for _ in range(count)]
 
-    def release(self, buffers: list[memoryview]) -> None:
+    def release(self, buffers: list[_Buffer]) -> None:
         """Give buffers back; nothing may use them any more."""
         for buffer in buffers:
-            self._idle[len(buffer)].append(buffer)
+            self._idle[buffer.nbytes].append(buffer)
         self._returned.set()
 
     def _make_room(self, size: int, count: int) -> bool:
@@ -61,6 +86,14 @@ class HostWindow:
         fresh = size * max(0, count - len(self._idle[size]))
         for other, buffers in self._idle.items():
             while other != size and buffers and self._held_bytes + fresh > self.limit_bytes:
-                buffers.pop()
+                self._drop(buffers.pop())
                 self._held_bytes -= other
         return self._held_bytes + fresh <= self.limit_bytes
+
+
+class HostWindow(Window[memoryview]):
+    """A window of host memory."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Start empty, see `Window`."""
+        super().__init__(limit_bytes, lambda size: map_memory(size).data)

@@ -30,12 +30,12 @@ class FaultyDevice(NumpyDevice):
             self._largest = buffer
         return buffer
 
-    def block_hashes(self, spans: Sequence[Span]) -> list[bytes]:
+    def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:
         for buffer, offset, length in spans:
             if self._landed and buffer is self._largest:
                 self.window(buffer, offset, length)[length // 2] ^= 1
                 self._landed = False
-        return super().block_hashes(spans)
+        return super().block_hashes(spans, uploads)
 
     def _flip_largest(self, number: int, frame: FrameType | None) -> None:
         assert self._largest is not None

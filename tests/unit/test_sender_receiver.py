@@ -28,6 +28,7 @@ from loader_service.plan.cuts import Even, Heads, Vocab
 from loader_service.plan.slices import LoadPlan
 from loader_service.stream import wire
 from loader_service.stream.chunks import CREDITS, plan_steps, rank_chunks, staging_bytes
+from loader_service.stream.feed import HostFeed
 from loader_service.stream.jobs import RankEndpoint, StartStream
 from loader_service.stream.manifests import manifest_pages
 from loader_service.stream.sender import LoadSender
@@ -185,7 +186,9 @@ class Cluster:
             self.ranks.append(Rank(device, session, endpoint))
         endpoints = tuple(rank.endpoint for rank in self.ranks)
         job = StartStream("load-1", plan, CHUNK, endpoints)
-        self.sender = LoadSender(job, self.transport, self.window, self.threads)
+        self.sender = LoadSender(
+            job, self.transport, HostFeed(self.window, self.threads), self.threads
+        )
 
     async def run(self) -> None:
         """Run the sender to its end."""
@@ -769,7 +772,9 @@ async def test_a_worker_that_breaks_the_protocol_is_lost_by_name(
     plan = write_plan(tmp_path, one_large(3), 1)
     listener = await cluster.transport.listen(Peer(act).accept)
     job = StartStream("l", plan, CHUNK, (RankEndpoint("w9", "h", listener.port, bytes(32)),))
-    cluster.sender = LoadSender(job, cluster.transport, cluster.window, cluster.threads)
+    cluster.sender = LoadSender(
+        job, cluster.transport, HostFeed(cluster.window, cluster.threads), cluster.threads
+    )
     with pytest.raises(WorkerLost, match="'w9'"):
         await cluster.run()
     assert cluster.sender.verified in ((False,), ())
@@ -842,7 +847,9 @@ async def test_a_streamer_that_hangs_up_right_after_the_verdict_leaves_the_load_
     )
     endpoint = dataclasses.replace(cluster.ranks[0].endpoint, port=listener.port)
     job = dataclasses.replace(cluster.sender._job, endpoints=(endpoint,))
-    cluster.sender = LoadSender(job, cluster.transport, cluster.window, cluster.threads)
+    cluster.sender = LoadSender(
+        job, cluster.transport, HostFeed(cluster.window, cluster.threads), cluster.threads
+    )
     await cluster.run()
     assert session.state == VERIFIED
     assert set(cluster.ranks[0].local_bytes()) == {"t"}

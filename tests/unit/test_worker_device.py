@@ -17,6 +17,7 @@ from loader_kernels.device import Buffer
 from loader_kernels.testing import CountingDevice
 from loader_service.errors import LoadNotFound, WorkerLost
 from loader_service.stream.chunks import plan_steps, rank_chunks
+from loader_service.stream.feed import HostFeed
 from loader_service.stream.jobs import RankEndpoint, StartStream
 from loader_service.stream.manifests import manifest_pages
 from loader_service.stream.sender import LoadSender
@@ -106,7 +107,10 @@ class Loader:
         """Send a prepared load."""
         job = StartStream("l", self.plan, CHUNK, (RankEndpoint("w0", "here", port, token),))
         sender = LoadSender(
-            job, MemoryTransport(self._network), HostWindow(64 * CHUNK), self._threads
+            job,
+            MemoryTransport(self._network),
+            HostFeed(HostWindow(64 * CHUNK), self._threads),
+            self._threads,
         )
 
         async def connected(lanes: tuple[str, ...]) -> None:

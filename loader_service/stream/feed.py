@@ -1,0 +1,350 @@
+"""Where chunks are made: read from the files, hashed, and held until they are sent.
+
+On the host, bytes are read straight into the chunk and hashed while they are in the cache. With a GPU,
+threads read small pieces into pinned memory, which the GPU fetches into a ring of chunks on itself; there
+they are hashed, and from there they go to the workers' devices over UCX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple, Protocol
+
+from loader_kernels.device import Buffer, Copy, Device, DeviceOutOfMemoryError, Span
+from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, extend_with_zeros
+from loader_service.errors import OutOfMemory
+from loader_service.plan.slices import Slice, TensorPlan
+from loader_service.stream.chunks import CREDITS, Extent
+from loader_service.stream.reader import OpenFiles, Target, fill_targets, read_tensor
+from loader_service.stream.threads import run_in_thread
+from loader_service.stream.window import HostWindow, Window
+
+__all__ = ["DeviceFeed", "Feed", "Hashes", "HostFeed", "Payload"]
+
+PIECE_BYTES = 4 << 20
+"""Pinned memory that a thread reads into at once: small enough to stay in the cache until the GPU has
+fetched it, large enough for the link (measured: 16 threads of 4 MiB are the fastest)."""
+
+THREADS_PER_STEP = 4
+"""Threads that fill one step together; several steps are filled at once."""
+
+DEVICE_STEPS = 12
+"""Steps that a device feed works on at once: enough for all threads while others are on their way."""
+
+
+class Payload:
+    """One chunk's bytes, and the ranks that get exactly these.
+
+    Attributes:
+        parts: slice and extent of everything in the chunk, back to back.
+        ranks: the ranks.
+        nbytes: bytes of the chunk.
+        slot: the memory that holds it, see `Feed.acquire`; None for a chunk without bytes.
+    """
+
+    def __init__(self, parts: tuple[tuple[Slice, Extent], ...], ranks: list[int]) -> None:
+        """Describe the chunk."""
+        self.parts = parts
+        self.ranks = ranks
+        self.nbytes = sum(extent.length for _, extent in parts)
+        self.slot: Any = None
+
+
+class Hashes(NamedTuple):
+    """Block hashes of a part of a slice, those of the zero rows behind its last part included."""
+
+    piece: Slice
+    begin: int
+    hashes: bytes
+
+
+class Feed(Protocol):
+    """Makes the chunks of steps. Used from one event loop."""
+
+    steps_at_once: int
+    """Steps of one load that may be made or be on their way at once."""
+
+    @property
+    def name(self) -> str:
+        """Where chunks are made, for people and for reports; empty for the host."""
+        ...
+
+    async def acquire(self, size: int, count: int) -> list[Any]:
+        """Return `count` slots of `size` bytes each; waits until there is room for all of them."""
+        ...
+
+    def release(self, slots: list[Any]) -> None:
+        """Give slots back; nothing may use them any more."""
+        ...
+
+    async def fill(
+        self, files: OpenFiles, tensors: Sequence[TensorPlan], payloads: Sequence[Payload]
+    ) -> list[Hashes]:
+        """Fill the payloads' slots; return the hashes of every distinct part.
+
+        A cancelled caller waits until nothing uses the slots any more.
+
+        Raises:
+            LoaderError: what reading raises, see `read_tensor`.
+        """
+        ...
+
+    def view(self, slot: Any, nbytes: int) -> Any:
+        """Return the first bytes of a slot as a transport sends them."""
+        ...
+
+
+class HostFeed:
+    """Chunks in host memory; a step is read by one thread."""
+
+    steps_at_once = CREDITS
+    name = ""
+
+    def __init__(self, window: HostWindow, readers: Executor) -> None:
+        """Make chunks in buffers of `window`, and use `readers` to read."""
+        self._window = window
+        self._readers = readers
+
+    async def acquire(self, size: int, count: int) -> list[memoryview]:
+        """Return buffers of the window."""
+        return await self._window.acquire(size, count)
+
+    def release(self, slots: list[memoryview]) -> None:
+        """Give buffers back to the window."""
+        self._window.release(slots)
+
+    async def fill(
+        self, files: OpenFiles, tensors: Sequence[TensorPlan], payloads: Sequence[Payload]
+    ) -> list[Hashes]:
+        """Read and hash in one thread."""
+        return await run_in_thread(self._readers, _read_step, files, tensors, payloads)
+
+    def view(self, slot: memoryview, nbytes: int) -> memoryview:
+        """Return the buffer's beginning."""
+        return slot[:nbytes]
+
+
+def _read_step(
+    files: OpenFiles, tensors: Sequence[TensorPlan], payloads: Sequence[Payload]
+) -> list[Hashes]:
+    hashed = []
+    places, copies = _places(payloads)
+    for index, places_of_tensor in places.items():
+        targets = [
+            Target(place.piece, place.begin, place.slot[place.offset : place.offset + place.length])
+            for place in places_of_tensor
+        ]
+        for target, hashes in zip(
+            targets, read_tensor(files, tensors[index], targets), strict=True
+        ):
+            hashed.append(Hashes(target.piece, target.begin, hashes))
+    for first, again in copies:
+        again.slot[again.offset : again.offset + again.length] = first.slot[
+            first.offset : first.offset + first.length
+        ]
+    return hashed
+
+
+class _Place(NamedTuple):
+    """A part of a slice and where it stands: bytes [offset, offset + length) of a slot."""
+
+    piece: Slice
+    begin: int
+    length: int
+    slot: Any
+    offset: int
+
+
+def _places(
+    payloads: Sequence[Payload],
+) -> tuple[dict[int, list[_Place]], list[tuple[_Place, _Place]]]:
+    """Return by tensor where its slices' parts are read to, and what is copied from there.
+
+    Ranks with different chunks may have slices in common; these are read once.
+    """
+    places: dict[int, dict[int, _Place]] = {}
+    copies = []
+    for payload in payloads:
+        offset = 0
+        for piece, extent in payload.parts:
+            place = _Place(piece, extent.offset, extent.length, payload.slot, offset)
+            offset += extent.length
+            if not extent.length:
+                # Its slot may be none; reading nothing needs memory all the same.
+                place = place._replace(slot=memoryview(b""), offset=0)
+            first = places.setdefault(extent.slice_index, {}).setdefault(id(piece), place)
+            if first is not place and place.length:
+                copies.append((first, place))
+    return {index: list(each.values()) for index, each in places.items()}, copies
+
+
+class DeviceFeed:
+    """Chunks in a ring on the streamer's own device."""
+
+    steps_at_once = DEVICE_STEPS
+
+    def __init__(self, device: Device, ring_bytes: int, readers: Executor) -> None:
+        """Use at most `ring_bytes` of the device, and `readers` to read."""
+        self._device = device
+        self._ring: Window[Buffer] = Window(ring_bytes, device.allocate, device.free)
+        self._readers = readers
+
+    @property
+    def name(self) -> str:
+        """Name of the device."""
+        return self._device.name
+
+    async def acquire(self, size: int, count: int) -> list[Buffer]:
+        """Return buffers of the ring.
+
+        Raises:
+            OutOfMemory: the device has no room for the ring.
+        """
+        try:
+            return await self._ring.acquire(size, count)
+        except DeviceOutOfMemoryError as error:
+            raise OutOfMemory(
+                f"the streamer's ring on {self._device.name} does not fit: {error}",
+                wanted_bytes=error.wanted_bytes,
+                free_bytes=error.free_bytes,
+            ) from error
+
+    def release(self, slots: list[Buffer]) -> None:
+        """Give buffers back to the ring."""
+        self._ring.release(slots)
+
+    def view(self, slot: Buffer, nbytes: int) -> Any:
+        """Return a window of the device."""
+        return self._device.window(slot, 0, nbytes)
+
+    async def fill(
+        self, files: OpenFiles, tensors: Sequence[TensorPlan], payloads: Sequence[Payload]
+    ) -> list[Hashes]:
+        """Read in a few threads; the last of them has the device hash."""
+        places, copies = _places(payloads)
+        filling = _Filling(self._device, files, _pieces(tensors, places))
+        everything = [place for of_tensor in places.values() for place in of_tensor]
+
+        threads = min(THREADS_PER_STEP, max(1, filling.piece_count))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(threads):
+                group.create_task(run_in_thread(self._readers, filling.run))
+        return await run_in_thread(self._readers, filling.hashes, everything, copies)
+
+
+class _Piece(NamedTuple):
+    """Parts of one tensor's slices that together fit the pinned memory of a thread."""
+
+    tensor: TensorPlan
+    places: list[_Place]
+
+
+def _pieces(tensors: Sequence[TensorPlan], places: dict[int, list[_Place]]) -> Iterator[_Piece]:
+    """Cut what a step reads; column slices of all ranks are cut at the same rows."""
+    for index, of_tensor in places.items():
+        total = sum(place.length for place in of_tensor)
+        count = -(-total // PIECE_BYTES)
+        if count <= 1:
+            if total:
+                yield _Piece(tensors[index], of_tensor)
+            continue
+        # One more than needed, since the cuts are moved to whole rows.
+        edges = [_edges(place, count + 1) for place in of_tensor]
+        for number in range(count + 1):
+            parts = [
+                place._replace(
+                    begin=place.begin + edge[number],
+                    offset=place.offset + edge[number],
+                    length=edge[number + 1] - edge[number],
+                )
+                for place, edge in zip(of_tensor, edges, strict=True)
+                if edge[number + 1] > edge[number]
+            ]
+            if parts:
+                yield _Piece(tensors[index], parts)
+
+
+def _edges(place: _Place, count: int) -> list[int]:
+    """Cut a part into `count` about equal ones, at whole pieces of its runs where these are short."""
+    unit = min((run.local_stride for run in place.piece.runs if run.count > 1), default=BLOCK_BYTES)
+    if unit * 2 * count > place.length:
+        unit = 1
+    edges = [place.length * number // count for number in range(count + 1)]
+    aligned = [(place.begin + edge) // unit * unit - place.begin for edge in edges[1:-1]]
+    return [0, *(max(0, edge) for edge in aligned), place.length]
+
+
+class _Filling:
+    """The reading of one step, shared by several threads."""
+
+    def __init__(self, device: Device, files: OpenFiles, pieces: Iterator[_Piece]) -> None:
+        self._device = device
+        self._files = files
+        self._pieces = deque(pieces)
+        self._uploads: list[object] = []
+        self._failed = threading.Event()
+        self.piece_count = len(self._pieces)
+
+    def run(self) -> None:
+        """Read pieces and begin their uploads until none is left."""
+        try:
+            while not self._failed.is_set():
+                try:
+                    piece = self._pieces.popleft()
+                except IndexError:
+                    return
+                self._uploads.append(self._upload(piece))
+        except BaseException:
+            self._failed.set()
+            raise
+
+    def _upload(self, piece: _Piece) -> object:
+        staging = self._device.staging(sum(place.length for place in piece.places))
+        targets, uploads = [], []
+        position = 0
+        for place in piece.places:
+            view = staging[position : position + place.length]
+            targets.append(Target(place.piece, place.begin, view))
+            uploads.append((position, Span(place.slot, place.offset, place.length)))
+            position += place.length
+        fill_targets(self._files, piece.tensor, targets)
+        return self._device.upload(uploads)
+
+    def hashes(
+        self, places: Sequence[_Place], copies: Sequence[tuple[_Place, _Place]]
+    ) -> list[Hashes]:
+        """Hash what has been uploaded, and copy what several chunks have in common."""
+        present = [place for place in places if place.length]
+        found = iter(
+            self._device.block_hashes(
+                [Span(place.slot, place.offset, place.length) for place in present], self._uploads
+            )
+        )
+        self._device.copy(
+            [
+                Copy(first.slot, first.offset, again.slot, again.offset, again.length)
+                for first, again in copies
+            ]
+        )
+        return [
+            Hashes(place.piece, place.begin, self._with_zero_rows(place, next(found)))
+            if place.length
+            else Hashes(place.piece, place.begin, self._with_zero_rows(place, b""))
+            for place in places
+        ]
+
+    def _with_zero_rows(self, place: _Place, hashes: bytes) -> bytes:
+        piece = place.piece
+        zeros = piece.nbytes - piece.wire_bytes
+        if not zeros or place.begin + place.length < piece.wire_bytes:
+            return hashes
+        rest = place.length % BLOCK_BYTES
+        if not rest:
+            return hashes + extend_with_zeros(b"", memoryview(b""), zeros)
+        begun = self._device.read(place.slot, place.offset + place.length - rest, rest)
+        whole, last = hashes[:-HASH_BYTES], hashes[-HASH_BYTES:]
+        return whole + extend_with_zeros(last, begun, zeros)
