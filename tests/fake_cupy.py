@@ -91,6 +91,7 @@ class Stream:
         self.ptr = id(self)
         self._work = runtime.pending[self.ptr] = []
         self._runtime = runtime
+        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         self._runtime.current.stream = self.ptr
@@ -99,8 +100,26 @@ class Stream:
         del self._runtime.current.stream
 
     def synchronize(self) -> None:
-        while self._work:
-            self._work.pop(0)()
+        with self._lock:
+            while self._work:
+                self._work.pop(0)()
+
+    def wait_event(self, event: Event) -> None:
+        self._work.append(event.synchronize)
+
+
+class Event:
+    """`cupy.cuda.Event`; waiting for it does the work of its stream."""
+
+    def __init__(self) -> None:
+        self._stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class RawModule:
@@ -149,6 +168,7 @@ def fake_cupy() -> SimpleNamespace:
             runtime=runtime,
             Stream=lambda non_blocking: Stream(runtime),
             alloc_pinned_memory=bytearray,
+            Event=lambda disable_timing: Event(),
         ),
         RawModule=lambda code, options: RawModule(runtime),
     )

@@ -178,6 +178,39 @@ class DeviceContract:
         assert device.block_hashes([Span(buffer, BLOCK_BYTES, nbytes)]) == [expected]
         device.free(buffer)
 
+    def test_what_is_uploaded_is_there_once_it_is_hashed(self) -> None:
+        """Though the thread's staging memory is used again at once, and by several threads."""
+        device = self.open()
+        size = 3 * MIB + 5
+        data = [_random_bytes(size, seed) for seed in range(THREADS)]
+        buffer = device.allocate(THREADS * size)
+
+        def work(number: int) -> list[object]:
+            uploads = []
+            for start in range(0, size, MIB):
+                part = data[number][start : start + MIB]
+                staging = device.staging(len(part))
+                staging[:] = part
+                half = len(part) // 2
+                place = number * size + start
+                uploads.append(
+                    device.upload(
+                        [
+                            (half, Span(buffer, place + half, len(part) - half)),
+                            (0, Span(buffer, place, half)),
+                        ]
+                    )
+                )
+            return uploads
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            uploads = [upload for each in threads.map(work, range(THREADS)) for upload in each]
+        spans = [Span(buffer, number * size, size) for number in range(THREADS)]
+        assert device.block_hashes(spans, uploads) == [
+            hash_blocks(memoryview(each)) for each in data
+        ]
+        device.free(buffer)
+
     def test_many_spans_are_hashed_at_once(self) -> None:
         """Of every kind of length that XXH3 treats by itself, at every alignment, empty ones too."""
         device = self.open()

@@ -230,9 +230,17 @@ class DeviceFeed:
         everything = [place for of_tensor in places.values() for place in of_tensor]
 
         threads = min(THREADS_PER_STEP, max(1, filling.piece_count))
-        async with asyncio.TaskGroup() as group:
-            for _ in range(threads):
-                group.create_task(run_in_thread(self._readers, filling.run))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(threads):
+                    group.create_task(run_in_thread(self._readers, filling.run))
+        except BaseExceptionGroup as failed:
+            # What the device fetches already ends before the slots are given back.
+            await run_in_thread(self._readers, filling.wait)
+            raise failed.exceptions[0] from None
+        except BaseException:
+            await run_in_thread(self._readers, filling.wait)
+            raise
         return await run_in_thread(self._readers, filling.hashes, everything, copies)
 
 
@@ -245,7 +253,8 @@ class _Piece(NamedTuple):
 
 def _pieces(tensors: Sequence[TensorPlan], places: dict[int, list[_Place]]) -> Iterator[_Piece]:
     """Cut what a step reads; column slices of all ranks are cut at the same rows."""
-    for index, of_tensor in places.items():
+    for index, all_places in places.items():
+        of_tensor = [place for place in all_places if place.length]
         total = sum(place.length for place in of_tensor)
         count = -(-total // PIECE_BYTES)
         if count <= 1:
@@ -313,6 +322,10 @@ class _Filling:
             position += place.length
         fill_targets(self._files, piece.tensor, targets)
         return self._device.upload(uploads)
+
+    def wait(self) -> None:
+        """Return when the device has fetched what was uploaded."""
+        self._device.block_hashes([], self._uploads)
 
     def hashes(
         self, places: Sequence[_Place], copies: Sequence[tuple[_Place, _Place]]

@@ -19,7 +19,7 @@ from loader_service.stream.reader import OpenFiles
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, PeerLostError, Transport
 
-__all__ = ["LoadSender"]
+__all__ = ["LoadSender", "step_payloads"]
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 
@@ -119,7 +119,7 @@ class LoadSender:
                 indices = tuple(next_index)
                 for rank, chunk in enumerate(step.chunks):
                     next_index[rank] += chunk is not None
-                payloads = _payloads(step, self._job.plan.tensors)
+                payloads = step_payloads(step, self._job.plan.tensors)
                 size = self._job.chunk_bytes
                 await ahead.acquire()
                 slots = await self._feed.acquire(size, sum(p.nbytes > 0 for p in payloads))
@@ -159,7 +159,7 @@ class LoadSender:
             await link.send(wire.end_tag(index), bytearray(record))
 
 
-def _payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[Payload]:
+def step_payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[Payload]:
     """Group the ranks of a step whose chunks hold the same slices."""
     distinct: dict[tuple[int, ...], Payload] = {}
     for rank, chunk in enumerate(step.chunks):
