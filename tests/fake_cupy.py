@@ -68,6 +68,13 @@ class Runtime:
         assert kind in {self.memcpyHostToDevice, self.memcpyDeviceToHost}
         self.later(stream, lambda: ctypes.memmove(target, source, nbytes))
 
+    def memcpy2DAsync(
+        self, target: int, target_pitch: int, source: int, pitch: int, width: int, rows: int,
+        kind: int, stream: int,
+    ) -> None:  # fmt: skip
+        for row in range(rows):
+            self.memcpyAsync(target + row * target_pitch, source + row * pitch, width, kind, stream)
+
     def memsetAsync(self, pointer: int, value: int, nbytes: int, stream: int) -> None:
         self.later(stream, lambda: ctypes.memset(pointer, value, nbytes))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader_kernels.device import STAGING_BYTES
+from loader_kernels.device import STAGING_BYTES, Upload
 from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, block_count
 
 __all__ = ["CudaKernels", "Lane"]
@@ -64,22 +64,24 @@ class Lane(threading.local):
         staging.event.synchronize()
         return staging.view[:nbytes]
 
-    def upload(self, parts: Sequence[tuple[int, int, int]]) -> Any:
-        """Copy (position in the last staging memory, address, length) and return the event.
+    def upload(self, uploads: Sequence[tuple[int, Upload]]) -> Any:
+        """Copy from the last staging memory to the addresses, and return the event.
 
         The event is recorded again when the memory is used again; who waits for it then waits longer
         than needed.
         """
         staging = self._stagings[-1]
         runtime = self._cupy.cuda.runtime
-        for position, address, length in parts:
-            runtime.memcpyAsync(
-                address,
-                staging.address + position,
-                length,
-                runtime.memcpyHostToDevice,
-                self.stream.ptr,
-            )
+        kind = runtime.memcpyHostToDevice
+        for address, (position, stride, span, rows) in uploads:
+            source = staging.address + position
+            if rows == 1:
+                runtime.memcpyAsync(address, source, span.length, kind, self.stream.ptr)
+            else:
+                width = span.length // rows
+                runtime.memcpy2DAsync(
+                    address, width, source, stride, width, rows, kind, self.stream.ptr
+                )
         staging.event.record(self.stream)
         return staging.event
 

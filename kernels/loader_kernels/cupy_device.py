@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from loader_kernels.cuda_kernels import CudaKernels, Lane
-from loader_kernels.device import Buffer, Copy, DeviceMemory, DeviceOutOfMemoryError, Span
+from loader_kernels.device import Buffer, Copy, DeviceMemory, DeviceOutOfMemoryError, Span, Upload
 
 __all__ = ["CupyBuffer", "CupyDevice", "CupyWindow"]
 
@@ -186,12 +186,10 @@ class CupyDevice:
         self._use()
         return self._lane.next_staging(nbytes)
 
-    def upload(self, parts: Sequence[tuple[int, Span]]) -> object:
+    def upload(self, uploads: Sequence[Upload]) -> object:
         """Copy on the calling thread's stream; returns the event that is due then."""
         self._use()
-        return self._lane.upload(
-            [(position, self._address(*span), span.length) for position, span in parts]
-        )
+        return self._lane.upload([(self._address(*each.span), each) for each in uploads])
 
     def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:
         """Hash by one kernel on the calling thread's stream."""
@@ -199,6 +197,8 @@ class CupyDevice:
         self._use()
         for event in uploads:
             self._lane.stream.wait_event(event)
+        if not any(length for _, length in addresses):
+            self._lane.stream.synchronize()
         return self._kernels.block_hashes(self._lane, addresses)
 
     def _use(self) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "DeviceMemory",
     "DeviceOutOfMemoryError",
     "Span",
+    "Upload",
 ]
 
 STAGING_BYTES = 5 << 20
@@ -79,6 +80,22 @@ class Copy(NamedTuple):
     target: Buffer
     offset: int
     length: int
+
+
+class Upload(NamedTuple):
+    """Rows of staging memory that go to a buffer, where they follow one another.
+
+    Attributes:
+        position: first byte of the first row in the staging memory.
+        stride: bytes from one row to the next there.
+        span: where the rows go; its length is that of all rows.
+        rows: number of rows, 1 for plain bytes.
+    """
+
+    position: int
+    stride: int
+    span: Span
+    rows: int = 1
 
 
 class Device(Protocol):
@@ -143,11 +160,8 @@ class Device(Protocol):
         """
         ...
 
-    def upload(self, parts: Sequence[tuple[int, Span]]) -> object:
+    def upload(self, uploads: Sequence[Upload]) -> object:
         """Begin to copy parts of the thread's last `staging` memory to the device.
-
-        Args:
-            parts: first byte in the staging memory, and where its bytes go.
 
         Returns:
             What `block_hashes` waits for.

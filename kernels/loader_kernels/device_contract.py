@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader_kernels.device import Buffer, Copy, Device, DeviceOutOfMemoryError, Span
+from loader_kernels.device import Buffer, Copy, Device, DeviceOutOfMemoryError, Span, Upload
 from loader_kernels.digest import BLOCK_BYTES, hash_blocks
 
 __all__ = ["DeviceContract"]
@@ -196,8 +196,8 @@ class DeviceContract:
                 uploads.append(
                     device.upload(
                         [
-                            (half, Span(buffer, place + half, len(part) - half)),
-                            (0, Span(buffer, place, half)),
+                            Upload(half, 0, Span(buffer, place + half, len(part) - half)),
+                            Upload(0, 0, Span(buffer, place, half)),
                         ]
                     )
                 )
@@ -210,6 +210,26 @@ class DeviceContract:
             hash_blocks(memoryview(each)) for each in data
         ]
         device.free(buffer)
+
+    def test_columns_are_taken_apart_on_the_way(self) -> None:
+        """Rows of the staging memory, each divided among buffers."""
+        device = self.open()
+        rows, widths = 37, (1, 300, 16, 4096)
+        matrix = np.frombuffer(_random_bytes(rows * sum(widths)), np.uint8).reshape(rows, -1)
+        device.staging(matrix.nbytes)[:] = matrix.reshape(-1).data
+        buffers, uploads, column = [], [], 0
+        for width in widths:
+            buffers.append(device.allocate(rows * width + 1))
+            span = Span(buffers[-1], 1, rows * width)
+            uploads.append(Upload(column, matrix.shape[1], span, rows))
+            column += width
+        device.block_hashes([], [device.upload(uploads)])
+        column = 0
+        for width, buffer in zip(widths, buffers, strict=True):
+            expected = matrix[:, column : column + width].tobytes()
+            assert bytes(device.read(buffer, 1, rows * width)) == expected
+            column += width
+            device.free(buffer)
 
     def test_many_spans_are_hashed_at_once(self) -> None:
         """Of every kind of length that XXH3 treats by itself, at every alignment, empty ones too."""

@@ -17,6 +17,7 @@ from loader_kernels.device import (
     DeviceMemory,
     DeviceOutOfMemoryError,
     Span,
+    Upload,
 )
 from loader_kernels.digest import hash_blocks
 
@@ -115,11 +116,14 @@ class NumpyDevice:
         """Return memory of the calling thread."""
         return self._staging.memory[:nbytes]
 
-    def upload(self, parts: Sequence[tuple[int, Span]]) -> object:
+    def upload(self, uploads: Sequence[Upload]) -> object:
         """Copy at once."""
-        for position, (buffer, offset, length) in parts:
-            source = self._staging.memory[position : position + length]
-            _part(buffer, offset, length)[:] = np.frombuffer(source, np.uint8)
+        for position, stride, span, rows in uploads:
+            width = span.length // rows
+            source = np.ndarray(
+                (rows, width), np.uint8, self._staging.memory, position, (stride, 1)
+            )
+            _part(*span).reshape(rows, width)[:] = source
         return None
 
     def block_hashes(self, spans: Sequence[Span], uploads: Sequence[object] = ()) -> list[bytes]:

@@ -14,12 +14,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, Protocol
 
-from loader_kernels.device import Buffer, Copy, Device, DeviceOutOfMemoryError, Span
+from loader_kernels.device import (
+    STAGING_BYTES,
+    Buffer,
+    Copy,
+    Device,
+    DeviceOutOfMemoryError,
+    Span,
+    Upload,
+)
 from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, extend_with_zeros
 from loader_service.errors import OutOfMemory
 from loader_service.plan.slices import Slice, TensorPlan
 from loader_service.stream.chunks import CREDITS, Extent
-from loader_service.stream.reader import OpenFiles, Target, fill_targets, read_tensor
+from loader_service.stream.reader import OpenFiles, Target, fill_targets, read_range, read_tensor
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.window import HostWindow, Window
 
@@ -225,23 +233,15 @@ class DeviceFeed:
         self, files: OpenFiles, tensors: Sequence[TensorPlan], payloads: Sequence[Payload]
     ) -> list[Hashes]:
         """Read in a few threads; the last of them has the device hash."""
-        places, copies = _places(payloads)
-        filling = _Filling(self._device, files, _pieces(tensors, places))
-        everything = [place for of_tensor in places.values() for place in of_tensor]
-
-        threads = min(THREADS_PER_STEP, max(1, filling.piece_count))
+        filling = _Filling(self._device, files, tensors, payloads)
+        filling.start(self._readers)
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(threads):
-                    group.create_task(run_in_thread(self._readers, filling.run))
-        except BaseExceptionGroup as failed:
-            # What the device fetches already ends before the slots are given back.
-            await run_in_thread(self._readers, filling.wait)
-            raise failed.exceptions[0] from None
-        except BaseException:
-            await run_in_thread(self._readers, filling.wait)
+            return await asyncio.shield(filling.done)
+        except asyncio.CancelledError:
+            filling.give_up()
+            # Threads and device use the slots until then.
+            await asyncio.wait([filling.done])
             raise
-        return await run_in_thread(self._readers, filling.hashes, everything, copies)
 
 
 class _Piece(NamedTuple):
@@ -255,15 +255,11 @@ def _pieces(tensors: Sequence[TensorPlan], places: dict[int, list[_Place]]) -> I
     """Cut what a step reads; column slices of all ranks are cut at the same rows."""
     for index, all_places in places.items():
         of_tensor = [place for place in all_places if place.length]
-        total = sum(place.length for place in of_tensor)
-        count = -(-total // PIECE_BYTES)
-        if count <= 1:
-            if total:
-                yield _Piece(tensors[index], of_tensor)
+        if not of_tensor:
             continue
-        # One more than needed, since the cuts are moved to whole rows.
-        edges = [_edges(place, count + 1) for place in of_tensor]
-        for number in range(count + 1):
+        count = -(-sum(place.length for place in of_tensor) // PIECE_BYTES)
+        edges = [_edges(place, count) for place in of_tensor]
+        for number in range(count + 2):
             parts = [
                 place._replace(
                     begin=place.begin + edge[number],
@@ -278,76 +274,131 @@ def _pieces(tensors: Sequence[TensorPlan], places: dict[int, list[_Place]]) -> I
 
 
 def _edges(place: _Place, count: int) -> list[int]:
-    """Cut a part into `count` about equal ones, at whole pieces of its runs where these are short."""
-    unit = min((run.local_stride for run in place.piece.runs if run.count > 1), default=BLOCK_BYTES)
-    if unit * 2 * count > place.length:
-        unit = 1
-    edges = [place.length * number // count for number in range(count + 1)]
-    aligned = [(place.begin + edge) // unit * unit - place.begin for edge in edges[1:-1]]
-    return [0, *(max(0, edge) for edge in aligned), place.length]
+    """Cut a part into the rest of a row, `count` about equal runs of rows, and the begin of a row."""
+    row = min((run.local_stride for run in place.piece.runs if run.count > 1), default=1)
+    first = min(-place.begin % row, place.length)
+    rows = (place.length - first) // row
+    inner = [first + rows * number // count * row for number in range(count + 1)]
+    return [0, *inner, place.length]
 
 
 class _Filling:
-    """The reading of one step, shared by several threads."""
+    """The making of one step by several threads.
 
-    def __init__(self, device: Device, files: OpenFiles, pieces: Iterator[_Piece]) -> None:
+    One future for all of it: asyncio's own for every piece would cost more than the reading.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        files: OpenFiles,
+        tensors: Sequence[TensorPlan],
+        payloads: Sequence[Payload],
+    ) -> None:
         self._device = device
         self._files = files
-        self._pieces = deque(pieces)
+        places, self._copies = _places(payloads)
+        self._places = [place for of_tensor in places.values() for place in of_tensor]
+        self._pieces = deque(_pieces(tensors, places))
         self._uploads: list[object] = []
-        self._failed = threading.Event()
-        self.piece_count = len(self._pieces)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._running = min(THREADS_PER_STEP, max(1, len(self._pieces)))
+        self.done: asyncio.Future[list[Hashes]] = self._loop.create_future()
+        # Its error is for `fill`; one that was cancelled does not ask.
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def run(self) -> None:
-        """Read pieces and begin their uploads until none is left."""
+    def start(self, readers: Executor) -> None:
+        for _ in range(self._running):
+            readers.submit(self._run)
+
+    def give_up(self) -> None:
+        """Read nothing more."""
+        self._pieces.clear()
+
+    def _run(self) -> None:
         try:
-            while not self._failed.is_set():
+            while self._error is None:
                 try:
                     piece = self._pieces.popleft()
                 except IndexError:
-                    return
+                    break
                 self._uploads.append(self._upload(piece))
-        except BaseException:
-            self._failed.set()
-            raise
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the step
+            self._error = error
+        with self._lock:
+            self._running -= 1
+            last = not self._running
+        if last:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Hash, or wait until the device uses the slots no more."""
+        hashes: list[Hashes] = []
+        try:
+            if self._error is None:
+                hashes = self._hashes()
+            else:
+                self._device.block_hashes([], self._uploads)
+        except BaseException as error:  # noqa: BLE001
+            self._error = self._error or error
+
+        def tell() -> None:
+            if self._error is not None:
+                self.done.set_exception(self._error)
+            else:
+                self.done.set_result(hashes)
+
+        self._loop.call_soon_threadsafe(tell)
 
     def _upload(self, piece: _Piece) -> object:
+        rows = _whole_rows(piece)
+        if rows is not None:
+            first, count, stride = rows
+            staging = self._device.staging(count * stride)
+            read_range(self._files, piece.tensor, first * stride, staging)
+            return self._device.upload(
+                [
+                    Upload(
+                        place.piece.runs[0].source_offset % stride,
+                        stride,
+                        Span(place.slot, place.offset, place.length),
+                        count,
+                    )
+                    for place in piece.places
+                ]
+            )
         staging = self._device.staging(sum(place.length for place in piece.places))
         targets, uploads = [], []
         position = 0
         for place in piece.places:
             view = staging[position : position + place.length]
             targets.append(Target(place.piece, place.begin, view))
-            uploads.append((position, Span(place.slot, place.offset, place.length)))
+            span = Span(place.slot, place.offset, place.length)
+            uploads.append(Upload(position, place.length, span))
             position += place.length
         fill_targets(self._files, piece.tensor, targets)
         return self._device.upload(uploads)
 
-    def wait(self) -> None:
-        """Return when the device has fetched what was uploaded."""
-        self._device.block_hashes([], self._uploads)
-
-    def hashes(
-        self, places: Sequence[_Place], copies: Sequence[tuple[_Place, _Place]]
-    ) -> list[Hashes]:
+    def _hashes(self) -> list[Hashes]:
         """Hash what has been uploaded, and copy what several chunks have in common."""
-        present = [place for place in places if place.length]
-        found = iter(
-            self._device.block_hashes(
-                [Span(place.slot, place.offset, place.length) for place in present], self._uploads
-            )
-        )
+        present = [place for place in self._places if place.length]
+        spans = [Span(place.slot, place.offset, place.length) for place in present]
+        found = iter(self._device.block_hashes(spans, self._uploads))
         self._device.copy(
             [
                 Copy(first.slot, first.offset, again.slot, again.offset, again.length)
-                for first, again in copies
+                for first, again in self._copies
             ]
         )
         return [
-            Hashes(place.piece, place.begin, self._with_zero_rows(place, next(found)))
-            if place.length
-            else Hashes(place.piece, place.begin, self._with_zero_rows(place, b""))
-            for place in places
+            Hashes(
+                place.piece,
+                place.begin,
+                self._with_zero_rows(place, next(found) if place.length else b""),
+            )
+            for place in self._places
         ]
 
     def _with_zero_rows(self, place: _Place, hashes: bytes) -> bytes:
@@ -361,3 +412,33 @@ class _Filling:
         begun = self._device.read(place.slot, place.offset + place.length - rest, rest)
         whole, last = hashes[:-HASH_BYTES], hashes[-HASH_BYTES:]
         return whole + extend_with_zeros(last, begun, zeros)
+
+
+def _whole_rows(piece: _Piece) -> tuple[int, int, int] | None:
+    """Return (first row, rows, bytes of a row) of a piece whose places are columns of whole rows.
+
+    The device takes the columns apart while it fetches the rows. Twins are left to the reader, which
+    compares them.
+    """
+    if len(piece.places) < 2 or piece.tensor.twin is not None:
+        return None
+    found = set()
+    width = 0
+    for place in piece.places:
+        if len(place.piece.runs) != 1:
+            return None
+        (run,) = place.piece.runs
+        inside = place.begin - run.local_offset
+        if run.local_stride != run.length or inside % run.length or place.length % run.length:
+            return None
+        row, column = divmod(run.source_offset, run.source_stride)
+        if column + run.length > run.source_stride:
+            return None
+        first, rows = row + inside // run.length, place.length // run.length
+        found.add((first, rows, run.source_stride))
+        width += run.length
+    if len(found) != 1:
+        return None
+    ((first, rows, stride),) = found
+    # As wide as the row, and none the same (ranks that share a slice have one place): all of it.
+    return (first, rows, stride) if width == stride and rows * stride <= STAGING_BYTES else None

@@ -20,7 +20,7 @@ from loader_service.checkpoint.files import file_identity
 from loader_service.errors import DataLoss, TiedHeadDiffers
 from loader_service.plan.slices import Slice, StridedRun, TensorPlan
 
-__all__ = ["OpenFiles", "Target", "fill_targets", "read_tensor"]
+__all__ = ["OpenFiles", "Target", "fill_targets", "read_range", "read_tensor"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ_BYTES = 256 << 10
@@ -126,6 +126,15 @@ def _with_zero_rows(target: Target, hashes: bytes) -> bytes:
     if target.begin + len(target.view) < piece.wire_bytes:
         return hashes
     return extend_with_zeros(hashes, target.view, piece.nbytes - piece.wire_bytes)
+
+
+def read_range(files: OpenFiles, tensor: TensorPlan, offset: int, view: memoryview) -> None:
+    """Fill `view` with the tensor's bytes from `offset` on.
+
+    Raises:
+        DataLoss: READ_FAILED, or FILE_TRUNCATED where the file ends early.
+    """
+    _preadv_exactly(files, tensor.source, offset, [view])
 
 
 class _Fragment(NamedTuple):
