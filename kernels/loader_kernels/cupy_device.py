@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from loader_kernels.cuda_kernels import CudaKernels, Lane
-from loader_kernels.device import Buffer, Copy, DeviceMemory, DeviceOutOfMemoryError, Span, Upload
+from loader_kernels.device import (
+    Buffer,
+    Copy,
+    DeviceMemory,
+    DeviceOutOfMemoryError,
+    Span,
+    Upload,
+    check_staging,
+)
 
 __all__ = ["CupyBuffer", "CupyDevice", "CupyWindow"]
 
@@ -183,6 +191,7 @@ class CupyDevice:
 
     def staging(self, nbytes: int) -> memoryview:
         """Return pinned memory."""
+        check_staging(nbytes)
         self._use()
         return self._lane.next_staging(nbytes)
 

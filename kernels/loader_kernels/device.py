@@ -19,6 +19,7 @@ __all__ = [
     "DeviceOutOfMemoryError",
     "Span",
     "Upload",
+    "check_staging",
 ]
 
 STAGING_BYTES = 5 << 20
@@ -155,6 +156,9 @@ class Device(Protocol):
     def staging(self, nbytes: int) -> memoryview:
         """Return host memory of the calling thread to upload from, at most `STAGING_BYTES`.
 
+        Raises:
+            ValueError: more than `STAGING_BYTES`.
+
         A thread has few of these in turn; one is handed out again when the device has fetched what was
         uploaded from it.
         """
@@ -176,3 +180,9 @@ class Device(Protocol):
             uploads: uploads that end before.
         """
         ...
+
+
+def check_staging(nbytes: int) -> None:
+    """Raise ValueError for more staging memory than a thread has."""
+    if nbytes > STAGING_BYTES:
+        raise ValueError(f"{nbytes} bytes are more than the {STAGING_BYTES} of staging memory")

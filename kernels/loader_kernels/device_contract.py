@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loader_kernels.device import Buffer, Copy, Device, DeviceOutOfMemoryError, Span, Upload
+from loader_kernels.device import (
+    STAGING_BYTES,
+    Buffer,
+    Copy,
+    Device,
+    DeviceOutOfMemoryError,
+    Span,
+    Upload,
+)
 from loader_kernels.digest import BLOCK_BYTES, hash_blocks
 
 __all__ = ["DeviceContract"]
@@ -210,6 +218,13 @@ class DeviceContract:
             hash_blocks(memoryview(each)) for each in data
         ]
         device.free(buffer)
+
+    def test_more_staging_memory_than_a_thread_has_is_refused(self) -> None:
+        """Writing behind its end would be worse."""
+        device = self.open()
+        assert len(device.staging(STAGING_BYTES)) == STAGING_BYTES
+        with pytest.raises(ValueError, match="staging"):
+            device.staging(STAGING_BYTES + 1)
 
     def test_columns_are_taken_apart_on_the_way(self) -> None:
         """Rows of the staging memory, each divided among buffers."""

@@ -18,6 +18,7 @@ from loader_kernels.device import (
     DeviceOutOfMemoryError,
     Span,
     Upload,
+    check_staging,
 )
 from loader_kernels.digest import hash_blocks
 
@@ -114,6 +115,7 @@ class NumpyDevice:
 
     def staging(self, nbytes: int) -> memoryview:
         """Return memory of the calling thread."""
+        check_staging(nbytes)
         return self._staging.memory[:nbytes]
 
     def upload(self, uploads: Sequence[Upload]) -> object:

@@ -275,7 +275,16 @@ def _pieces(tensors: Sequence[TensorPlan], places: dict[int, list[_Place]]) -> I
 
 def _edges(place: _Place, count: int) -> list[int]:
     """Cut a part into the rest of a row, `count` about equal runs of rows, and the begin of a row."""
-    row = min((run.local_stride for run in place.piece.runs if run.count > 1), default=1)
+    most = STAGING_BYTES - PIECE_BYTES
+    row = min(
+        (
+            run.local_stride
+            for run in place.piece.runs
+            # Longer rows are cut anywhere, or a piece of whole ones would not fit.
+            if run.count > 1 and run.source_stride <= most
+        ),
+        default=1,
+    )
     first = min(-place.begin % row, place.length)
     rows = (place.length - first) // row
     inner = [first + rows * number // count * row for number in range(count + 1)]

@@ -113,6 +113,7 @@ def test_any_plan_gives_the_same_chunks_on_the_device(
 LARGE: Sequence[Part] = (
     Part(random_tensor("rows", "BF16", (3000, 2048)), Even("column", 0)),
     Part(random_tensor("columns", "BF16", (2048, 3000)), Even("row", 1)),
+    Part(random_tensor("long rows", "U8", (3, 4 * MIB)), Even("row", 1)),
     Part(random_tensor("norm", "F32", (2048,)), Replicated()),
     Part(random_tensor("vocab", "BF16", (3001, 1000)), Vocab()),
 )
