@@ -65,10 +65,10 @@ class Lane(threading.local):
         return staging.view[:nbytes]
 
     def upload(self, uploads: Sequence[tuple[int, Upload]]) -> Any:
-        """Copy from the last staging memory to the addresses, and return the event.
+        """Copy from the last staging memory to the addresses, and return what `wait_for` takes.
 
-        The event is recorded again when the memory is used again; who waits for it then waits longer
-        than needed.
+        That is the memory itself, which must outlive the copy though its thread may end. It is used
+        again by the next upload but one; who waits then waits longer than needed.
         """
         staging = self._stagings[-1]
         runtime = self._cupy.cuda.runtime
@@ -83,7 +83,11 @@ class Lane(threading.local):
                     address, width, source, stride, width, rows, kind, self.stream.ptr
                 )
         staging.event.record(self.stream)
-        return staging.event
+        return staging
+
+    def wait_for(self, upload: Any) -> None:
+        """Have what comes next on the stream wait for an upload of any thread."""
+        self.stream.wait_event(upload.event)
 
 
 class _Staging:

@@ -196,7 +196,7 @@ class CupyDevice:
         return self._lane.next_staging(nbytes)
 
     def upload(self, uploads: Sequence[Upload]) -> object:
-        """Copy on the calling thread's stream; returns the event that is due then."""
+        """Copy on the calling thread's stream; returns what `block_hashes` waits for."""
         self._use()
         return self._lane.upload([(self._address(*each.span), each) for each in uploads])
 
@@ -204,8 +204,8 @@ class CupyDevice:
         """Hash by one kernel on the calling thread's stream."""
         addresses = [(self._address(*span), span.length) for span in spans]
         self._use()
-        for event in uploads:
-            self._lane.stream.wait_event(event)
+        for upload in uploads:
+            self._lane.wait_for(upload)
         if not any(length for _, length in addresses):
             self._lane.stream.synchronize()
         return self._kernels.block_hashes(self._lane, addresses)
