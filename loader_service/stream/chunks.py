@@ -40,7 +40,7 @@ SMALL_BYTES = 1 << 20
 BUNDLE_EXTENTS = 4096
 """A bundle is closed at this many slices, which bounds its end record to 64 KiB."""
 
-CREDITS = 4
+CREDITS = 8
 """Chunks on the way to one worker: some are in flight while others are hashed."""
 
 SLOTS_PER_RANK = 2

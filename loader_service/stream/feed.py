@@ -26,7 +26,7 @@ from loader_kernels.device import (
 from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, extend_with_zeros
 from loader_service.errors import OutOfMemory
 from loader_service.plan.slices import Slice, TensorPlan
-from loader_service.stream.chunks import CREDITS, Extent
+from loader_service.stream.chunks import Extent
 from loader_service.stream.reader import OpenFiles, Target, fill_targets, read_range, read_tensor
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.window import HostWindow, Window
@@ -39,6 +39,9 @@ fetched it, large enough for the link (measured: 16 threads of 4 MiB are the fas
 
 THREADS_PER_STEP = 4
 """Threads that fill one step together; several steps are filled at once."""
+
+HOST_STEPS = 4
+"""Steps that a host feed works on at once: more would only push one another out of the cache."""
 
 DEVICE_STEPS = 12
 """Steps that a device feed works on at once: enough for all threads while others are on their way."""
@@ -109,7 +112,7 @@ class Feed(Protocol):
 class HostFeed:
     """Chunks in host memory; a step is read by one thread."""
 
-    steps_at_once = CREDITS
+    steps_at_once = HOST_STEPS
     name = ""
 
     def __init__(self, window: HostWindow, readers: Executor) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from loader_kernels.device import Device
@@ -31,6 +30,7 @@ from loader_service.stream.jobs import (
     write_message,
 )
 from loader_service.stream.sender import LoadSender
+from loader_service.stream.threads import switch_often
 from loader_service.stream.transport import Transport
 from loader_service.stream.ucxx_transport import UcxxTransport
 from loader_service.stream.window import HostWindow
@@ -38,9 +38,6 @@ from loader_service.stream.window import HostWindow
 __all__ = ["Streamer", "main"]
 
 _log = logging.getLogger(__name__)
-
-SWITCH_SECONDS = 0.0002
-"""How long the event loop may keep the interpreter from a thread that has a piece to hand on."""
 
 PROGRESS_SECONDS = 0.1
 _MAX_READERS = 16
@@ -166,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--staging", default="auto")
     options = parser.parse_args(arguments)
     log_to_stderr("streamer")
-    sys.setswitchinterval(SWITCH_SECONDS)
+    switch_often()
     control = socket.socket(fileno=options.control_fd)
     data_ports = addresses.parse_ports(options.data_ports)
     asyncio.run(_main(control, options.window_bytes, data_ports, options.staging))

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import ParamSpec, TypeVar
 
-__all__ = ["run_in_thread"]
+__all__ = ["run_in_thread", "switch_often"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+
+
+_SWITCH_SECONDS = 0.0002
+
+
+def switch_often() -> None:
+    """Let the threads of this process take the interpreter from one another after 0.2 ms.
+
+    With the default of 5 ms a thread that only wants to hand on a piece waits longer for the event loop
+    than the piece takes on a fast link.
+    """
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 async def run_in_thread(

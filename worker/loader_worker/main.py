@@ -25,6 +25,7 @@ from loader_service.serving.options import (
 )
 from loader_service.serving.server import Server, stop_requested
 from loader_service.sizes import parse_size
+from loader_service.stream.threads import switch_often
 from loader_service.stream.ucxx_transport import UcxxTransport
 from loader_service.v1 import coordinator_pb2_grpc, worker_pb2_grpc
 from loader_service.version import __version__
@@ -174,6 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
     log_to_stderr(f"worker {options.worker_id}")
+    switch_often()
     try:
         settings = make_settings(options)
         asyncio.run(serve(settings, _open_device(options.device, options.memory_limit)))
