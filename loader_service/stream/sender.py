@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -22,6 +22,9 @@ from loader_service.stream.transport import Connection, PeerLostError, Transport
 __all__ = ["LoadSender", "step_payloads"]
 
 CONNECT_TIMEOUT_SECONDS = 5.0
+
+MOST_CREDITS = 64
+"""Credits that are waited for at once, whatever the worker grants."""
 
 _Result = TypeVar("_Result")
 
@@ -206,6 +209,7 @@ class _RankLink:
         self._rank = rank
         self._worker_id = worker_id
         self._chunks = chunks
+        self._most_credits = min(credits, MOST_CREDITS)
         self._first_barred = credits
         self._barred: dict[int, asyncio.Future[None]] = {}
         self.done_bytes = 0
@@ -258,9 +262,19 @@ class _RankLink:
             raise _worker_lost(self._worker_id, self._rank, error) from error
 
     async def take_credits(self) -> None:
-        """Take the credit of every chunk."""
+        """Take the credit of every chunk.
+
+        Several are waited for at once: from a message's arrival to its task takes a millisecond or
+        two, in which a fast link carries more than one chunk.
+        """
+        waiting = iter(range(len(self._chunks)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._most_credits):
+                group.create_task(self._take_some_credits(waiting))
+
+    async def _take_some_credits(self, waiting: Iterator[int]) -> None:
         message = bytearray(wire.CREDIT_BYTES)
-        for _ in self._chunks:
+        for _ in waiting:
             await self._recv(wire.TAG_CREDIT, message)
             index = wire.decode_credit(bytes(message))
             if not 0 <= index < len(self._chunks):
