@@ -246,6 +246,9 @@ class _Run:
     def kill_a_worker(self) -> None:
         """The load ends at once, and neither rank's memory stays."""
         with self._cluster("killed", workers=2) as running:
+            # What the processes keep for later loads, the streamer's ring above all, is there then.
+            running.unload(self._load(running, self.large.folder, 2).load_id)
+            running.wait_for_workers(2)
             before = self._device.free_bytes() if self._device else 0
             running.call(lambda client: client.load(str(self.large.folder), 2))
             wait_for(lambda: self._half_landed(running) or None)
@@ -269,13 +272,13 @@ class _Run:
         self._report.check(more > 0, f"killed worker: {more} bytes more are free than before")
 
     def _half_landed(self, running: Cluster) -> bool:
-        (load,) = running.call(lambda client: client.list_loads())
+        load, *_ = running.call(lambda client: client.list_loads())
         return bool(load.ranks) and all(
             0 < rank.done_bytes < rank.total_bytes for rank in load.ranks
         )
 
     def _failed(self, running: Cluster) -> types_pb2.Load | None:
-        (load,) = running.call(lambda client: client.list_loads())
+        load, *_ = running.call(lambda client: client.list_loads())
         return load if load.state == types_pb2.LOAD_STATE_FAILED else None
 
     def _measure_repeats(self, running: Cluster, tp: int) -> None:
