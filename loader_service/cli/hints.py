@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from loader_service.errors import LoaderError, PlanRefused
 
-__all__ = ["HINTS", "hint"]
+__all__ = ["HINTS", "WORKER_HINTS", "hint"]
 
 HINTS: Mapping[str, str] = {
     # Reaching the coordinator
@@ -84,6 +84,19 @@ HINTS: Mapping[str, str] = {
 }
 """Hints by reason. `{endpoint}` is the coordinator's, other words are facts of the error."""
 
+_WORKERS_ACCESS = (
+    "the access file of worker {worker_id} (its --access) has to list who calls it: the coordinator "
+    "with the role coordinator, people as viewer, operator or admin"
+)
+WORKER_HINTS: Mapping[str, str] = {
+    "UNAUTHENTICATED": "worker {worker_id} wants to know who calls: --tls-cert with --tls-key, or "
+    "--token-file, of the coordinator too",
+    "TOKEN_UNKNOWN": _WORKERS_ACCESS,
+    "CERTIFICATE_UNKNOWN": _WORKERS_ACCESS,
+    "ACCESS_DENIED": _WORKERS_ACCESS,
+}
+"""Hints for errors of which a worker is the cause; other reasons have the same hint as elsewhere."""
+
 
 def hint(error: LoaderError, endpoint: str) -> str:
     """Return what to do about an error; empty where the message says it all.
@@ -94,6 +107,8 @@ def hint(error: LoaderError, endpoint: str) -> str:
     """
     sizes = [str(size) for size in error.valid_tp] if isinstance(error, PlanRefused) else []
     template = HINTS.get(error.reason, "")
+    if "worker_id" in error.metadata:
+        template = WORKER_HINTS.get(error.reason, template)
     if "{valid_tp}" in template and not sizes:
         return ""
     facts = {key: value for key, value in error.metadata.items() if value}

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from loader_service import errors
-from loader_service.cli.hints import HINTS, hint
+from loader_service.cli.hints import HINTS, WORKER_HINTS, hint
 from loader_service.cli.session import exit_code
 from loader_service.errors import LoaderError, PlanRefused, WorkerBusy
 
@@ -86,7 +86,19 @@ def test_no_hint_is_for_a_reason_that_nobody_raises() -> None:
 
 @pytest.mark.parametrize("reason", HINTS)
 def test_a_hint_is_one_sentence_with_known_facts(reason: str) -> None:
-    text = HINTS[reason]
+    check_hint(HINTS[reason])
+
+
+@pytest.mark.parametrize("reason", WORKER_HINTS)
+def test_a_hint_for_a_worker_names_it(reason: str) -> None:
+    check_hint(WORKER_HINTS[reason])
+    assert reason in HINTS
+    told = hint(LoaderError("no", reason=reason, worker_id="w7"), "h:1")
+    assert "worker w7" in told
+    assert "access file of the coordinator" not in told
+
+
+def check_hint(text: str) -> None:
     assert not text.endswith((".", " "))
     assert "  " not in text
     fields = {field for _, field, _, _ in string.Formatter().parse(text) if field}
