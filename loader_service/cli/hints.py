@@ -41,7 +41,7 @@ HINTS: Mapping[str, str] = {
     # Loads and workers
     "LOAD_NOT_FOUND": "`loaderctl get loads` lists them; a coordinator that restarts begins anew",
     "WORKER_NOT_FOUND": "`loaderctl get workers` lists them",
-    "NOT_ENOUGH_WORKERS": "`loaderctl get workers` shows them; --wait-for-workers 60s waits",
+    "NOT_ENOUGH_WORKERS": "`loaderctl get workers` shows them{too_few}",
     "WORKER_BUSY": "`loaderctl get workers` shows which are READY; `loaderctl unload` gives one back",
     "WORKER_DRAINING": "`loaderctl undrain worker {worker_id}` lets it take loads again",
     "WORKER_LOST": "`loaderctl get workers` shows who is left; the log of {worker_id} may say why",
@@ -112,7 +112,24 @@ def hint(error: LoaderError, endpoint: str) -> str:
     if "{valid_tp}" in template and not sizes:
         return ""
     facts = {key: value for key, value in error.metadata.items() if value}
+    facts["too_few"] = _too_few(facts)
     return template.format_map(_Facts(facts, endpoint=endpoint, valid_tp=_either(sizes)))
+
+
+def _too_few(facts: Mapping[str, str]) -> str:
+    """Say how a load that lacks workers gets them: by those that are there, if that can be."""
+    parts = [""]
+    if drained := facts.get("drained"):
+        parts.append(f"`loaderctl undrain worker {drained.split(',')[0]}` lets it take loads again")
+    there, needed = facts.get("workers", ""), facts.get("needed", "")
+    if there.isdecimal() and needed.isdecimal() and int(there) < int(needed):
+        parts.append("start more workers, or load with a smaller --tp")
+    elif facts.get("busy"):
+        waiting = (
+            "a longer --wait-for-workers" if "waited_seconds" in facts else "--wait-for-workers 60s"
+        )
+        parts.append(f"`loaderctl unload LOAD` gives busy ones back, {waiting} waits for that")
+    return "; ".join(parts)
 
 
 class _Facts(dict[str, str]):

@@ -385,6 +385,8 @@ class Coordinator:
                         last = error
                     await self._worker_freed.wait()
         except TimeoutError:
+            last.message += f"; that was waited for {wait_seconds:g} s"
+            last.metadata["waited_seconds"] = f"{wait_seconds:g}"
             raise last from None
 
     def _require(self, load_id: str) -> LoadRunner:

@@ -282,6 +282,14 @@ async def test_a_wrong_path_is_refused_before_anybody_waits_for_workers(
     assert await client.list_loads() == []
 
 
+async def test_a_wait_for_workers_that_has_run_out_says_so(client: AsyncLoaderClient) -> None:
+    load = await client.load("model", 5, wait_for_workers_seconds=0.1)
+    failure = (await last_of(client, load.load_id)).failure
+    assert (failure.reason, failure.metadata["workers"]) == ("NOT_ENOUGH_WORKERS", "4")
+    assert failure.metadata["waited_seconds"] == "0.1"
+    assert failure.message.endswith("4 idle (w0, w1, w2, w3); that was waited for 0.1 s")
+
+
 # ---------------------------------------------------------------- repeated requests
 
 

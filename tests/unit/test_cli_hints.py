@@ -102,7 +102,7 @@ def check_hint(text: str) -> None:
     assert not text.endswith((".", " "))
     assert "  " not in text
     fields = {field for _, field, _, _ in string.Formatter().parse(text) if field}
-    assert fields <= {"endpoint", "load_id", "valid_tp", "worker_id"}
+    assert fields <= {"endpoint", "load_id", "too_few", "valid_tp", "worker_id"}
 
 
 def test_a_hint_names_the_facts_of_the_error() -> None:
@@ -110,6 +110,24 @@ def test_a_hint_names_the_facts_of_the_error() -> None:
     assert "undrain worker w7`" in hint(error, "h:1")
     assert "undrain worker WORKER`" in hint(WorkerBusy("", reason="WORKER_DRAINING"), "h:1")
     assert "h:1" in hint(errors.ServiceUnavailable("gone"), "h:1")
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "unwanted"),
+    [
+        ({"needed": 4, "workers": 2, "busy": "a,b"}, ["more workers"], ["wait", "undrain"]),
+        ({"needed": 2, "workers": 2, "busy": "a,b"}, ["unload", "workers 60s"], ["more workers"]),
+        ({"needed": 2, "workers": 2, "idle": "a", "drained": "b"}, ["undrain worker b`"], ["wait"]),
+        ({"needed": 1, "workers": 1, "busy": "a", "waited_seconds": 9}, ["a longer"], ["60s"]),
+        ({"needed": 4}, ["get workers"], ["wait", "undrain", "more"]),
+    ],
+)
+def test_a_load_that_lacks_workers_is_told_how_to_get_them(
+    facts: dict[str, object], wanted: list[str], unwanted: list[str]
+) -> None:
+    told = hint(errors.WorkersUnavailable("too few", **facts), "h:1")
+    assert [word for word in wanted if word not in told] == []
+    assert [word for word in unwanted if word in told] == []
 
 
 def test_a_hint_names_no_deadline_that_may_be_shorter_than_the_one_that_passed() -> None:
