@@ -37,6 +37,8 @@ WITHOUT_HINT = frozenset(
         "TENSOR_NOT_IN_SHARD",
         "UNCOVERED_BYTES",
         "UNKNOWN_DTYPE",
+        # For programs; no verb calls after it has closed its client.
+        "CLIENT_CLOSED",
         # Between coordinator and workers, or when a server starts: in their logs only.
         "ACCESS_FILE_INVALID",
         "CANNOT_LISTEN",
