@@ -229,7 +229,11 @@ def _error(failure: types_pb2.Failure) -> LoaderError:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    """Return the workers of a list; an empty text leaves the choice to the coordinator."""
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names):
+        raise typer.BadParameter(f"--workers {text!r} has an empty name; it is A,B in rank order")
+    return names
 
 
 def _plan_options(

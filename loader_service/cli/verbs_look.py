@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from loader_service import addresses
 from loader_service.cli import documents
 from loader_service.cli import health as checks
 from loader_service.cli.options import (
@@ -32,6 +33,7 @@ from loader_service.cli.output import (
 )
 from loader_service.cli.session import EXIT_UNAVAILABLE, Session
 from loader_service.cli.top import follow
+from loader_service.errors import InvalidRequest
 
 __all__ = [
     "app",
@@ -168,6 +170,12 @@ async def health(
         raise typer.BadParameter("--worker and --all exclude each other")
     targets: Sequence[checks.Target]
     if worker:
+        try:
+            addresses.split(worker)
+        except InvalidRequest:
+            raise typer.BadParameter(
+                f"--worker {worker!r} is not HOST:PORT; `loaderctl get workers -o wide` shows addresses"
+            ) from None
         targets = [checks.Target("worker", worker, checks.WORKER, session.security)]
     else:
         endpoint = session.settings.endpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import string
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -125,7 +126,7 @@ def test_a_hint_names_the_facts_of_the_error() -> None:
     ],
 )
 def test_a_load_that_lacks_workers_is_told_how_to_get_them(
-    facts: dict[str, object], wanted: list[str], unwanted: list[str]
+    facts: dict[str, Any], wanted: list[str], unwanted: list[str]
 ) -> None:
     told = hint(errors.WorkersUnavailable("too few", **facts), "h:1")
     assert [word for word in wanted if word not in told] == []
