@@ -43,6 +43,13 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
         InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID; it names the file that is at fault.
     """
     pair = _certificates(cert), read_file(key)
+    # OpenSSL has no words for these two.
+    if b"PRIVATE KEY-----" not in pair[1]:
+        raise _invalid(key, f"it holds no private key; are it and {cert} exchanged?")
+    if b"ENCRYPTED" in pair[1]:
+        raise _invalid(
+            key, f"it has a passphrase; `openssl pkey -in {key} -out NEW` writes it without"
+        )
     try:
         # An encrypted key is refused by the empty password; without one OpenSSL would ask for it.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
@@ -67,7 +74,8 @@ def _certificates(name: str) -> bytes:
         text = content.decode("ascii", "ignore")
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError) as error:
-        raise _invalid(name, "it holds no certificate") from error
+        what = "a private key and " if b"PRIVATE KEY-----" in content else ""
+        raise _invalid(name, f"it holds {what}no certificate") from error
     return content
 
 

@@ -343,3 +343,24 @@ def test_version_starts_without_grpc_and_rich() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines()[1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("load m --workers ,", "--workers ',' has an empty name"),
+        ("plan m --workers a,,b", "--workers 'a,,b' has an empty name"),
+        ("health --worker w0", "--worker 'w0' is not HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(
+    fake: FakeCoordinator, words: str, complaint: str
+) -> None:
+    result = loaderctl(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert complaint in " ".join(result.stderr.split())
+
+
+def test_blanks_around_workers_names_do_not_count(fake: FakeCoordinator) -> None:
+    assert loaderctl("load", "m", "--tp", "2", "--workers", "w1, w0", "--no-wait").exit_code == 0
+    assert list(fake.last(coordinator_pb2.LoadRequest).worker_ids) == ["w1", "w0"]
