@@ -5,6 +5,7 @@ gRPC takes whatever it is given and is only unavailable later.
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
     # OpenSSL has no words for these two.
     if b"PRIVATE KEY-----" not in pair[1]:
         raise _invalid(key, f"it holds no private key; are it and {cert} exchanged?")
-    if b"ENCRYPTED" in pair[1]:
+    if re.search(rb"BEGIN ENCRYPTED|^Proc-Type: 4,ENCRYPTED", pair[1], re.MULTILINE):
         raise _invalid(
             key, f"it has a passphrase; `openssl pkey -in {key} -out NEW` writes it without"
         )

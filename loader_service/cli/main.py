@@ -41,6 +41,10 @@ _VERBS = {
 class _Verbs(Group):
     """Imports a verb when it is called: `version` needs no gRPC, and Tab must not wait."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; `--version` is what other programs call the verb."""
+        return super().parse_args(ctx, ["version"] if args == ["--version"] else args)
+
     def list_commands(self, ctx: Any) -> list[str]:
         for module in dict.fromkeys(_VERBS.values()):
             self._load(module)

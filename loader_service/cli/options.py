@@ -173,6 +173,15 @@ class Group(TyperGroup):
 class _Command(TyperCommand):
     """A verb whose help keeps the connection options apart and ends with its example."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; a refusal says what is wrong in its own words only."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            # Typer has values checked by pydantic, which puts this before what the check says.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self.get_params(ctx), ctx, formatter)
 

@@ -189,7 +189,10 @@ async def _follow(
 async def _interrupted(session: Session, load_id: str, cancel: bool) -> None:
     """Say what becomes of a load whose follower is interrupted."""
     if not cancel:
-        session.note(f"load {load_id} goes on; to cancel it: loaderctl cancel {load_id}")
+        session.note(
+            f"load {load_id} goes on; to cancel it: loaderctl cancel {load_id}; to follow it again: "
+            f"loaderctl watch {load_id}"
+        )
         return
     try:
         load = await _cancelled(session, load_id)
