@@ -37,7 +37,7 @@ HINTS: Mapping[str, str] = {
     "for it",
     "TLS_CERTIFICATE_REFUSED": "--tls-ca-cert names the authority that signed the server's certificate",
     "TLS_NAME_MISMATCH": "--endpoint with a name of the certificate, or --tls-server-name for a tunnel",
-    "TLS_CLIENT_REFUSED": "--tls-cert and --tls-key name a certificate that the server's authority signed",
+    "TLS_CLIENT_REFUSED": "--tls-cert and --tls-key name a certificate that the server's authority signed and that is valid now",
     # Loads and workers
     "LOAD_NOT_FOUND": "`loaderctl get loads` lists them; a coordinator that restarts begins anew",
     "WORKER_NOT_FOUND": "`loaderctl get workers` lists them",
