@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the operation failed, 2 usage, 3 not found, 4 precondition
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from typing import Any
 
@@ -74,6 +75,9 @@ app = new_app(
 def main() -> None:
     """Run the command."""
     if "_LOADERCTL_COMPLETE" in os.environ:
+        # The shell shows all that is printed, also to stderr, between the words that are being typed.
+        logging.disable()
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Registers the shells; `completion` prints scripts that set the variable.
         completion.completion_init()  # type: ignore[attr-defined]
     app()

@@ -11,6 +11,7 @@ import typer
 
 from loader_service.cli import documents
 from loader_service.cli.hints import hint
+from loader_service.cli.names import complete_workers
 from loader_service.cli.options import (
     AllowTrailingBytes,
     LoadId,
@@ -60,7 +61,13 @@ class Unknown(enum.StrEnum):
 
 Tp = Annotated[int, typer.Option(min=1, help="Ranks of the group.")]
 Workers = Annotated[
-    str, typer.Option(metavar="A,B", help="Workers in rank order.", show_default="idle ones")
+    str,
+    typer.Option(
+        metavar="A,B",
+        help="Workers in rank order.",
+        show_default="idle ones",
+        autocompletion=complete_workers,
+    ),
 ]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show how far it is.")]
 TiedOption = Annotated[Tied, typer.Option("--tied", help="A head in the file although it is tied.")]

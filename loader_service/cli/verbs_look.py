@@ -11,6 +11,7 @@ import typer
 from loader_service import addresses
 from loader_service.cli import documents
 from loader_service.cli import health as checks
+from loader_service.cli.names import complete_worker
 from loader_service.cli.options import (
     AllowTrailingBytes,
     LoadId,
@@ -65,7 +66,10 @@ _LIST = (Format.TABLE, Format.WIDE, Format.JSON, Format.JSONL, Format.YAML, Form
 _DETAILS = (Format.TABLE, Format.JSON, Format.YAML)
 _ONE = (Format.TABLE, Format.WIDE, Format.JSON, Format.YAML, Format.NAME)
 
-WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker.")]
+WorkerId = Annotated[
+    str,
+    typer.Argument(metavar="WORKER", help="Name of the worker.", autocompletion=complete_worker),
+]
 
 
 @verb(_get, _LIST, example="loaderctl get loads -o name", name="loads")
