@@ -345,7 +345,7 @@ class WorkerRegistry:
             if by_state[state]
         )
         return WorkersUnavailable(
-            f"{tp} idle workers are needed, there are {there or 'no workers'}",
+            f"{tp} idle workers are needed; registered: {there or 'none'}",
             needed=tp,
             workers=sum(map(len, by_state.values())) - len(lost),
             idle=",".join(by_state[WorkerState.WORKER_STATE_READY]),

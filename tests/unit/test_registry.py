@@ -295,7 +295,7 @@ def test_too_few_idle_workers_are_told_with_what_the_others_are() -> None:
     with pytest.raises(WorkersUnavailable) as caught:
         registry.reserve("load-2", 3, [])
     assert caught.value.message == (
-        "3 idle workers are needed, there are 2 idle (a, c); 1 busy (b); 1 drained (d); 1 lost (e)"
+        "3 idle workers are needed; registered: 2 idle (a, c); 1 busy (b); 1 drained (d); 1 lost (e)"
     )
     assert caught.value.metadata == {
         "needed": "3", "workers": "4", "idle": "a,c", "busy": "b", "drained": "d",
@@ -303,7 +303,7 @@ def test_too_few_idle_workers_are_told_with_what_the_others_are() -> None:
 
 
 def test_without_workers_that_is_what_is_said() -> None:
-    with pytest.raises(WorkersUnavailable, match="1 idle workers are needed, there are no workers"):
+    with pytest.raises(WorkersUnavailable, match="1 idle workers are needed; registered: none"):
         registry_of().reserve("load-1", 1, [])
 
 
