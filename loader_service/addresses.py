@@ -61,7 +61,10 @@ def parse_ports(text: str) -> range | None:
     ports = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
     first, last = map(int, ports.groups()) if ports else (0, 0)
     if not 0 < first <= last < 65536:
-        raise InvalidRequest(f"{text[:300]!r} is not a range of ports A-B", field="data_ports")
+        raise InvalidRequest(
+            f"--data-ports {text[:300]!r} is not a range of ports A-B such as 50100-50199",
+            field="data_ports",
+        )
     return range(first, last + 1)
 
 

@@ -109,6 +109,7 @@ class _Endpoint:
         self.address = address
         self.security = security
         self._make_stub = stub
+        self._closed = False
         self._stamp: object = None
         self._complained: object = None
         # The last one is for new calls; those before it wait for the end of their calls.
@@ -136,9 +137,14 @@ class _Endpoint:
         before.
 
         Raises:
-            InvalidRequest: FILE_UNREADABLE, or TLS_FILES_INVALID.
+            InvalidRequest: FILE_UNREADABLE, TLS_FILES_INVALID, or CLIENT_CLOSED.
         """
         with self._lock:
+            if self._closed:
+                raise InvalidRequest(
+                    f"the client of {self.address} is closed; make a new one",
+                    reason="CLIENT_CLOSED",
+                )
             stamp = self.security.stamp()
             if not self._connections or stamp != self._stamp:
                 self._reopen(stamp)
@@ -247,7 +253,8 @@ class AsyncEndpoint(_Endpoint):
         return await asyncio.to_thread(self._explained, error, seconds)
 
     async def close(self) -> None:
-        """Close every channel; repeating it is harmless."""
+        """Close every channel, for good; repeating it is harmless."""
+        self._closed = True
         for connection in list(self._connections):
             await connection.channel.close()
 
@@ -295,7 +302,8 @@ class SyncEndpoint(_Endpoint):
         return self._explained(error, seconds)
 
     def close(self) -> None:
-        """Close every channel; repeating it is harmless."""
+        """Close every channel, for good; repeating it is harmless."""
+        self._closed = True
         for connection in list(self._connections):
             connection.channel.close()
 

@@ -46,7 +46,11 @@ class ChannelSecurity:
     def __post_init__(self) -> None:
         """Refuse a certificate without its key and the other way round."""
         if bool(self.cert) != bool(self.key):
-            raise InvalidRequest("a certificate and its key go together", field="tls_key")
+            missing = "tls_key" if self.cert else "tls_cert"
+            raise InvalidRequest(
+                f"a certificate and its key go together; --{missing.replace('_', '-')} is missing",
+                field=missing,
+            )
 
     @property
     def uses_tls(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import ssl
 from typing import Any
 
-from loader_service import addresses
+from loader_service import addresses, pem
 from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import LoaderError, Unauthenticated
 
@@ -77,17 +78,17 @@ def _explain_tls(
                     dialled=expected,
                     names=",".join(names),
                 )
-            return _explain_silence(secured)
+            return _explain_silence(secured, security)
     except ssl.SSLCertVerificationError as error:
         return Unauthenticated(
             f"the server's certificate is not accepted: {error.verify_message}",
             reason="TLS_CERTIFICATE_REFUSED",
         )
     except ssl.SSLError as error:
-        return _explain_refusal(error)
+        return _explain_refusal(error, security)
 
 
-def _explain_silence(secured: ssl.SSLSocket) -> LoaderError | None:
+def _explain_silence(secured: ssl.SSLSocket, security: ChannelSecurity) -> LoaderError | None:
     """Look whether the server hangs up: with TLS 1.3 it refuses a client after the handshake.
 
     One that has accepted the client speaks first, as HTTP/2 demands.
@@ -99,22 +100,33 @@ def _explain_silence(secured: ssl.SSLSocket) -> LoaderError | None:
         return None
     except ConnectionError:
         pass
-    return _client_refused("the connection was closed after the handshake")
+    return _client_refused("the connection was closed after the handshake", security)
 
 
-def _explain_refusal(error: ssl.SSLError) -> LoaderError:
+def _explain_refusal(error: ssl.SSLError, security: ChannelSecurity) -> LoaderError:
     what = (error.reason or str(error)).replace("_", " ").lower()
     if "wrong version number" in what or "record layer" in what:
         return Unauthenticated(
             "the server does not speak TLS; leave the TLS options out", reason="TLS_NOT_SPOKEN"
         )
-    return _client_refused(what)
+    return _client_refused(what, security)
 
 
-def _client_refused(how: str) -> LoaderError:
+def _client_refused(how: str, security: ChannelSecurity) -> LoaderError:
+    fault = ""
+    if security.cert:
+        with contextlib.suppress(OSError):  # Files that are just being exchanged.
+            fault = pem.date_fault(security.cert, security.key)
+    if fault:
+        why = f"the certificate {security.cert} {fault}"
+    elif security.cert:
+        why = f"it may not know the authority that signed {security.cert} (--tls-cert)"
+    else:
+        why = (
+            "it may want a client certificate (--tls-cert, --tls-key) of an authority that it knows"
+        )
     return Unauthenticated(
-        f"the server refuses this client's TLS: {how}; it may want a client certificate "
-        "(--tls-cert, --tls-key) of an authority that it knows",
+        f"the server refuses this client's TLS: {how}; {why}",
         reason="TLS_CLIENT_REFUSED",
     )
 

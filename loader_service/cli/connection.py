@@ -123,7 +123,12 @@ class Contexts:
         """
         if name not in self.named:
             known = ", ".join(sorted(self.named)) or "none"
-            raise SettingsError(f"no context {name!r} in {self.path}; there are: {known}")
+            advice = (
+                ""
+                if self.named
+                else f'; the lines [contexts.{name}] and endpoint = "HOST:PORT" in that file make one'
+            )
+            raise SettingsError(f"no context {name!r} in {self.path}; there are: {known}{advice}")
         return self.named[name]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from loader_service.errors import LoaderError, PlanRefused
 
-__all__ = ["HINTS", "hint"]
+__all__ = ["HINTS", "WORKER_HINTS", "hint"]
 
 HINTS: Mapping[str, str] = {
     # Reaching the coordinator
@@ -37,11 +37,11 @@ HINTS: Mapping[str, str] = {
     "for it",
     "TLS_CERTIFICATE_REFUSED": "--tls-ca-cert names the authority that signed the server's certificate",
     "TLS_NAME_MISMATCH": "--endpoint with a name of the certificate, or --tls-server-name for a tunnel",
-    "TLS_CLIENT_REFUSED": "--tls-cert and --tls-key name a certificate that the server's authority signed",
+    "TLS_CLIENT_REFUSED": "--tls-cert and --tls-key name a certificate that the server's authority signed and that is valid now",
     # Loads and workers
     "LOAD_NOT_FOUND": "`loaderctl get loads` lists them; a coordinator that restarts begins anew",
     "WORKER_NOT_FOUND": "`loaderctl get workers` lists them",
-    "NOT_ENOUGH_WORKERS": "`loaderctl get workers` shows them; --wait-for-workers 60s waits",
+    "NOT_ENOUGH_WORKERS": "`loaderctl get workers` shows them{too_few}",
     "WORKER_BUSY": "`loaderctl get workers` shows which are READY; `loaderctl unload` gives one back",
     "WORKER_DRAINING": "`loaderctl undrain worker {worker_id}` lets it take loads again",
     "WORKER_LOST": "`loaderctl get workers` shows who is left; the log of {worker_id} may say why",
@@ -84,6 +84,19 @@ HINTS: Mapping[str, str] = {
 }
 """Hints by reason. `{endpoint}` is the coordinator's, other words are facts of the error."""
 
+_WORKERS_ACCESS = (
+    "the access file of worker {worker_id} (its --access) has to list who calls it: the coordinator "
+    "with the role coordinator, people as viewer, operator or admin"
+)
+WORKER_HINTS: Mapping[str, str] = {
+    "UNAUTHENTICATED": "worker {worker_id} wants to know who calls: --tls-cert with --tls-key, or "
+    "--token-file, of the coordinator too",
+    "TOKEN_UNKNOWN": _WORKERS_ACCESS,
+    "CERTIFICATE_UNKNOWN": _WORKERS_ACCESS,
+    "ACCESS_DENIED": _WORKERS_ACCESS,
+}
+"""Hints for errors of which a worker is the cause; other reasons have the same hint as elsewhere."""
+
 
 def hint(error: LoaderError, endpoint: str) -> str:
     """Return what to do about an error; empty where the message says it all.
@@ -94,10 +107,29 @@ def hint(error: LoaderError, endpoint: str) -> str:
     """
     sizes = [str(size) for size in error.valid_tp] if isinstance(error, PlanRefused) else []
     template = HINTS.get(error.reason, "")
+    if "worker_id" in error.metadata:
+        template = WORKER_HINTS.get(error.reason, template)
     if "{valid_tp}" in template and not sizes:
         return ""
     facts = {key: value for key, value in error.metadata.items() if value}
+    facts["too_few"] = _too_few(facts)
     return template.format_map(_Facts(facts, endpoint=endpoint, valid_tp=_either(sizes)))
+
+
+def _too_few(facts: Mapping[str, str]) -> str:
+    """Say how a load that lacks workers gets them: by those that are there, if that can be."""
+    parts = [""]
+    if drained := facts.get("drained"):
+        parts.append(f"`loaderctl undrain worker {drained.split(',')[0]}` lets it take loads again")
+    there, needed = facts.get("workers", ""), facts.get("needed", "")
+    if there.isdecimal() and needed.isdecimal() and int(there) < int(needed):
+        parts.append("start more workers, or load with a smaller --tp")
+    elif facts.get("busy"):
+        waiting = (
+            "a longer --wait-for-workers" if "waited_seconds" in facts else "--wait-for-workers 60s"
+        )
+        parts.append(f"`loaderctl unload LOAD` gives busy ones back, {waiting} waits for that")
+    return "; ".join(parts)
 
 
 class _Facts(dict[str, str]):

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the operation failed, 2 usage, 3 not found, 4 precondition
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from typing import Any
 
@@ -41,6 +42,10 @@ _VERBS = {
 class _Verbs(Group):
     """Imports a verb when it is called: `version` needs no gRPC, and Tab must not wait."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; `--version` is what other programs call the verb."""
+        return super().parse_args(ctx, ["version"] if args == ["--version"] else args)
+
     def list_commands(self, ctx: Any) -> list[str]:
         for module in dict.fromkeys(_VERBS.values()):
             self._load(module)
@@ -70,6 +75,9 @@ app = new_app(
 def main() -> None:
     """Run the command."""
     if "_LOADERCTL_COMPLETE" in os.environ:
+        # The shell shows all that is printed, also to stderr, between the words that are being typed.
+        logging.disable()
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Registers the shells; `completion` prints scripts that set the variable.
         completion.completion_init()  # type: ignore[attr-defined]
     app()

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from loader_service.cli.connection import SETTINGS, Kind, Setting
 from loader_service.cli.durations import parse_seconds
 from loader_service.cli.invocation import Invocation
+from loader_service.cli.names import complete_context, complete_load
 from loader_service.cli.output import Format
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-LoadId = Annotated[str, typer.Argument(metavar="LOAD", help="Name of the load.")]
+LoadId = Annotated[
+    str, typer.Argument(metavar="LOAD", help="Name of the load.", autocompletion=complete_load)
+]
 Path = Annotated[
     str, typer.Argument(metavar="PATH", help="On the coordinator, inside its model root.")
 ]
@@ -173,6 +176,15 @@ class Group(TyperGroup):
 class _Command(TyperCommand):
     """A verb whose help keeps the connection options apart and ends with its example."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; a refusal says what is wrong in its own words only."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            # Typer has values checked by pydantic, which puts this before what the check says.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self.get_params(ctx), ctx, formatter)
 
@@ -291,7 +303,12 @@ _CONNECTION = [
         "context",
         str | None,
         None,
-        typer.Option("--context", metavar="NAME", help="Named settings. [LOADER_CONTEXT]"),
+        typer.Option(
+            "--context",
+            metavar="NAME",
+            help="Named settings. [LOADER_CONTEXT]",
+            autocompletion=complete_context,
+        ),
     ),
 ]
 _CONNECTION_KEYS = {**{setting.key: setting.field for setting in SETTINGS}, "context": "context"}

@@ -21,7 +21,7 @@ from loader_service.cli.output import Format, View, complain, show
 from loader_service.client import AsyncLoaderClient
 from loader_service.errors import InvalidRequest, LoaderError
 
-__all__ = ["EXIT_FAILED", "EXIT_UNAVAILABLE", "Session", "exit_code", "run"]
+__all__ = ["EXIT_FAILED", "EXIT_UNAVAILABLE", "Session", "exit_code", "run", "security_of"]
 
 EXIT_FAILED = 1
 EXIT_UNAVAILABLE = 7
@@ -114,7 +114,7 @@ async def _connected(
     work: Callable[[Session], Coroutine[Any, Any, None]],
 ) -> None:
     try:
-        security = _security(settings)
+        security = security_of(settings)
         client = AsyncLoaderClient(settings.endpoint, settings.timeout_seconds, security)
     except InvalidRequest as error:
         raise _MisconfiguredError(error) from error
@@ -125,7 +125,12 @@ async def _connected(
         await work(Session(client, security, settings, invocation))
 
 
-def _security(settings: ConnectionSettings) -> ChannelSecurity:
+def security_of(settings: ConnectionSettings) -> ChannelSecurity:
+    """Return how servers are called.
+
+    Raises:
+        InvalidRequest: a file cannot be used, which is found before anything is sent.
+    """
     security = ChannelSecurity(
         tls=settings.tls,
         ca_cert=settings.tls_ca_cert,
@@ -134,7 +139,6 @@ def _security(settings: ConnectionSettings) -> ChannelSecurity:
         server_name=settings.tls_server_name,
         token_file=settings.token_file,
     )
-    # Files that cannot be read are found before anything is sent.
     security.token()
     if security.uses_tls:
         security.credentials()

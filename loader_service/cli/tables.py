@@ -56,6 +56,10 @@ def describe_load_lines(load: _Row) -> list[str]:
         ("Slowest rank", "-" if slowest is None else str(slowest)),
         ("Time left", "-" if eta is None else format_seconds(eta)),
     ]
+    lost = [rank for rank in load["ranks"] if rank["state"] == "LOST"]
+    if lost:
+        names = ", ".join(f"rank {rank['rank']} on {rank['workerId']}" for rank in lost)
+        facts.insert(2, ("Lost", names))
     lines = [*_facts(facts), *_failure_lines(load["failure"]), *_warnings(load)]
     ranks = _rank_lines(load, wide=True)
     return [*lines, "", *ranks] if ranks else lines

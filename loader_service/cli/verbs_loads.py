@@ -11,6 +11,7 @@ import typer
 
 from loader_service.cli import documents
 from loader_service.cli.hints import hint
+from loader_service.cli.names import complete_workers
 from loader_service.cli.options import (
     AllowTrailingBytes,
     LoadId,
@@ -60,7 +61,13 @@ class Unknown(enum.StrEnum):
 
 Tp = Annotated[int, typer.Option(min=1, help="Ranks of the group.")]
 Workers = Annotated[
-    str, typer.Option(metavar="A,B", help="Workers in rank order.", show_default="idle ones")
+    str,
+    typer.Option(
+        metavar="A,B",
+        help="Workers in rank order.",
+        show_default="idle ones",
+        autocompletion=complete_workers,
+    ),
 ]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show how far it is.")]
 TiedOption = Annotated[Tied, typer.Option("--tied", help="A head in the file although it is tied.")]
@@ -189,7 +196,10 @@ async def _follow(
 async def _interrupted(session: Session, load_id: str, cancel: bool) -> None:
     """Say what becomes of a load whose follower is interrupted."""
     if not cancel:
-        session.note(f"load {load_id} goes on; to cancel it: loaderctl cancel {load_id}")
+        session.note(
+            f"load {load_id} goes on; to cancel it: loaderctl cancel {load_id}; to follow it again: "
+            f"loaderctl watch {load_id}"
+        )
         return
     try:
         load = await _cancelled(session, load_id)
@@ -229,7 +239,11 @@ def _error(failure: types_pb2.Failure) -> LoaderError:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    """Return the workers of a list; an empty text leaves the choice to the coordinator."""
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names):
+        raise typer.BadParameter(f"--workers {text!r} has an empty name; it is A,B in rank order")
+    return names
 
 
 def _plan_options(

@@ -13,6 +13,7 @@ from loader_service.cli import connection, documents
 from loader_service.cli.connection import EXIT_USAGE, SETTINGS, SettingsError
 from loader_service.cli.contexts import read_contexts, use_context
 from loader_service.cli.invocation import Invocation
+from loader_service.cli.names import complete_context
 from loader_service.cli.options import local_verb, new_app
 from loader_service.cli.output import (
     CONTEXTS,
@@ -95,7 +96,12 @@ def get_contexts(invocation: Invocation) -> None:
 @local_verb(_config, example="loaderctl config use-context prod", name="use-context")
 def use(
     _: Invocation,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name of the context.", autocompletion=complete_context
+        ),
+    ],
 ) -> None:
     """Make a context the current one."""
     try:

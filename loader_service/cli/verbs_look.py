@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from loader_service import addresses
 from loader_service.cli import documents
 from loader_service.cli import health as checks
+from loader_service.cli.names import complete_worker
 from loader_service.cli.options import (
     AllowTrailingBytes,
     LoadId,
@@ -32,6 +34,7 @@ from loader_service.cli.output import (
 )
 from loader_service.cli.session import EXIT_UNAVAILABLE, Session
 from loader_service.cli.top import follow
+from loader_service.errors import InvalidRequest
 
 __all__ = [
     "app",
@@ -63,7 +66,10 @@ _LIST = (Format.TABLE, Format.WIDE, Format.JSON, Format.JSONL, Format.YAML, Form
 _DETAILS = (Format.TABLE, Format.JSON, Format.YAML)
 _ONE = (Format.TABLE, Format.WIDE, Format.JSON, Format.YAML, Format.NAME)
 
-WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker.")]
+WorkerId = Annotated[
+    str,
+    typer.Argument(metavar="WORKER", help="Name of the worker.", autocompletion=complete_worker),
+]
 
 
 @verb(_get, _LIST, example="loaderctl get loads -o name", name="loads")
@@ -168,6 +174,12 @@ async def health(
         raise typer.BadParameter("--worker and --all exclude each other")
     targets: Sequence[checks.Target]
     if worker:
+        try:
+            addresses.split(worker)
+        except InvalidRequest:
+            raise typer.BadParameter(
+                f"--worker {worker!r} is not HOST:PORT; `loaderctl get workers -o wide` shows addresses"
+            ) from None
         targets = [checks.Target("worker", worker, checks.WORKER, session.security)]
     else:
         endpoint = session.settings.endpoint

@@ -7,6 +7,7 @@ with LoaderClient("coordinator:50051") as client:
         print(f"{load.progress:.0%}", [rank.done_bytes for rank in load.ranks])
 ```
 
+A load that fails raises nothing; it ends the watch, and `load.state` and `load.failure` say how.
 `AsyncLoaderClient` has the same methods as coroutines. Both need grpcio and protobuf only.
 """
 

@@ -11,7 +11,7 @@ import grpc
 
 from loader_service.channel import AsyncEndpoint
 from loader_service.channel_security import ChannelSecurity
-from loader_service.errors import ServiceUnavailable, WorkerNotFound
+from loader_service.errors import LoaderError, ServiceUnavailable, WorkerLost, WrongState
 from loader_service.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -28,6 +28,9 @@ READING_TIMEOUT_SECONDS = 60.0
 
 SHA256_TIMEOUT_SECONDS = 300.0
 """Deadline of calls that hash tensors."""
+
+_HOLDING = (types_pb2.LOAD_STATE_SUCCEEDED, types_pb2.LOAD_STATE_DEGRADED)
+"""States in which workers hold a load for others to see."""
 
 _MAX_PAGE = 10_000
 _SHA256_PAGE = 16
@@ -186,8 +189,21 @@ class AsyncLoaderClient:
     async def list_tensors(
         self, load_id: str, *, include_sha256: bool = False
     ) -> dict[int, list[types_pb2.TensorSlice]]:
-        """Return the slices of a committed load by rank, as the workers themselves report them."""
+        """Return the slices of a committed load by rank, as the workers themselves report them.
+
+        Raises:
+            WrongState: the load is neither SUCCEEDED nor DEGRADED, so that nobody holds it.
+            WorkerLost: a rank's worker does not answer.
+        """
         load = await self.get_load(load_id)
+        if load.state not in _HOLDING:
+            state = types_pb2.LoadState.Name(load.state).removeprefix("LOAD_STATE_")
+            raise WrongState(
+                f"load {load_id} is {state}; its tensors can be listed while it is SUCCEEDED or "
+                "DEGRADED",
+                load_id=load_id,
+                state=state,
+            )
         workers = {worker.worker_id: worker.address for worker in await self.list_workers()}
         request = worker_pb2.ListTensorsRequest(
             load_id=load_id,
@@ -197,11 +213,8 @@ class AsyncLoaderClient:
         usual = SHA256_TIMEOUT_SECONDS if include_sha256 else DEFAULT_TIMEOUT_SECONDS
         slices: dict[int, list[types_pb2.TensorSlice]] = {}
         for rank in load.ranks:
-            if rank.worker_id not in workers:
-                raise WorkerNotFound(
-                    f"worker {rank.worker_id!r} of load {load_id} has left",
-                    worker_id=rank.worker_id,
-                )
+            if rank.worker_id not in workers or rank.state == types_pb2.RANK_STATE_LOST:
+                raise _lost(load_id, rank, "is lost")
             worker = AsyncEndpoint(
                 workers[rank.worker_id],
                 self._security.for_other_servers(),
@@ -210,6 +223,12 @@ class AsyncLoaderClient:
             try:
                 pages = self._pages(worker, "ListTensors", request, usual)
                 slices[rank.rank] = [tensor async for page in pages for tensor in page.tensors]
+            except ServiceUnavailable as error:
+                raise _lost(load_id, rank, f"does not answer: {error.message}") from error
+            except LoaderError as error:
+                error.message = f"worker {rank.worker_id!r}: {error.message}"
+                error.metadata.setdefault("worker_id", rank.worker_id)
+                raise
             finally:
                 await worker.close()
         return slices
@@ -323,6 +342,15 @@ class AsyncLoaderClient:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+
+def _lost(load_id: str, rank: types_pb2.RankProgress, how: str) -> WorkerLost:
+    return WorkerLost(
+        f"worker {rank.worker_id!r}, which holds rank {rank.rank} of load {load_id}, {how}",
+        load_id=load_id,
+        worker_id=rank.worker_id,
+        rank=rank.rank,
+    )
 
 
 def _new_id() -> str:

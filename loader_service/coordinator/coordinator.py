@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 
 from loader_service.background import BackgroundThreads
 from loader_service.checkpoint.catalog import Checkpoint
-from loader_service.checkpoint.files import read_checkpoint
+from loader_service.checkpoint.files import read_checkpoint, resolve_path
 from loader_service.clock import Clock
 from loader_service.coordinator.record import LoadRecord, is_terminal
 from loader_service.coordinator.registry import WorkerRecord, WorkerRegistry
@@ -44,6 +44,9 @@ MOST_PATH_CHARACTERS = 4096
 PLANS_AT_ONCE = 4
 """Loads that are planned at once; planning is work for the one interpreter."""
 
+PATHS_AT_ONCE = 4
+"""Paths of new loads that are looked for at once; plans, which take long, do not hold them up."""
+
 KEPT_LOADS = 1000
 """Ended loads that stay listed; older ones are forgotten."""
 
@@ -71,6 +74,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker_freed = asyncio.Event()
         self._planners = BackgroundThreads(PLANS_AT_ONCE, "plan")
+        self._finders = BackgroundThreads(PATHS_AT_ONCE, "find")
         self._closing = False
 
     # Workers
@@ -205,7 +209,7 @@ class Coordinator:
 
     # Loads
 
-    def start(
+    async def start(
         self,
         path: str,
         tp: int,
@@ -219,12 +223,11 @@ class Coordinator:
 
         Raises:
             InvalidRequest: a field makes no sense.
+            CheckpointNotFound: nothing is at the path.
+            PathOutsideRoot: it leaves the model root.
             QuotaExceeded: `owner` has too many loads on their way.
             LoaderError: the workers cannot be had, and nobody wants to wait.
         """
-        if self._closing:
-            raise ServiceUnavailable("the coordinator is shutting down", reason="SHUTTING_DOWN")
-        self._check_quota(owner)
         if not path:
             raise InvalidRequest("path is missing", field="path")
         if len(path) > MOST_PATH_CHARACTERS:
@@ -235,6 +238,13 @@ class Coordinator:
             raise InvalidRequest(f"tp must be between 1 and {MAX_TP}, not {tp}", field="tp")
         if wait_seconds < 0:
             raise InvalidRequest("the time to wait is negative", field="wait_for_workers_duration")
+        # A slip in the path is told at once, not after a wait for workers. What stands in the files is
+        # looked at when the load is planned.
+        await self._finders.run(resolve_path, path, self.settings.model_root)
+        # From here on without waiting, so that what is checked still holds when the load is there.
+        if self._closing:
+            raise ServiceUnavailable("the coordinator is shutting down", reason="SHUTTING_DOWN")
+        self._check_quota(owner)
         load_id = f"load-{secrets.token_hex(4)}"
         group = None if wait_seconds else self.registry.reserve(load_id, tp, worker_ids)
 
@@ -375,6 +385,8 @@ class Coordinator:
                         last = error
                     await self._worker_freed.wait()
         except TimeoutError:
+            last.message += f"; that was waited for {wait_seconds:g} s"
+            last.metadata["waited_seconds"] = f"{wait_seconds:g}"
             raise last from None
 
     def _require(self, load_id: str) -> LoadRunner:

@@ -24,9 +24,9 @@ from loader_service.serving.options import (
     channel_security,
     positive,
     serving_options,
+    size,
 )
 from loader_service.serving.server import Server, stop_requested
-from loader_service.sizes import parse_size
 from loader_service.v1 import coordinator_pb2_grpc
 from loader_service.version import __version__
 
@@ -85,18 +85,23 @@ def _parser() -> argparse.ArgumentParser:
         prog="loader-coordinator",
         description="Plans loads and streams checkpoints to workers.",
     )
-    parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT")
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:50051",
+        metavar="HOST:PORT",
+        help="where clients and workers call (default %(default)s)",
+    )
     parser.add_argument("--model-root", required=True, metavar="DIR", help="where checkpoints lie")
     parser.add_argument(
         "--window-bytes",
-        type=parse_size,
+        type=size,
         default=DEFAULT_WINDOW_BYTES,
         metavar="SIZE",
         help="memory for chunks on their way, on the host and on the GPU (default 512MiB)",
     )
     parser.add_argument(
         "--max-header-bytes",
-        type=parse_size,
+        type=size,
         default=DEFAULT_MAX_HEADER_BYTES,
         metavar="SIZE",
         help="largest safetensors header that is accepted (default 256MiB)",

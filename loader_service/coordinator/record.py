@@ -315,7 +315,7 @@ class LoadRecord:
             replicas=1,
             source_bytes=self._source_bytes,
             wire_bytes=sum(rank.total_bytes for rank in self._ranks),
-            resident_bytes=sum(rank.resident_bytes for rank in self._ranks),
+            resident_bytes=sum(self._resident_bytes(rank) for rank in self._ranks),
             ranks=[self._rank_message(number, rank) for number, rank in enumerate(self._ranks)],
             warnings=short_warnings(self._warnings),
             revision=self._revision,
@@ -334,9 +334,14 @@ class LoadRecord:
             load.failure.CopyFrom(failure_message(self.failure))
         return load
 
+    def _resident_bytes(self, rank: _Rank) -> int:
+        """Device bytes that a rank keeps, or is to keep; a load that has ended keeps none."""
+        return 0 if is_terminal(self.state) else rank.resident_bytes
+
     def _progress(self) -> float:
-        """Share of the rank that has come least far; 1 is for loads that are committed."""
-        if self._settled is not None and not is_terminal(self.state):
+        """Share of the rank that has come least far; 1 is for loads that are or were committed."""
+        ended_early = self.state in (_S.LOAD_STATE_FAILED, _S.LOAD_STATE_CANCELLED)
+        if self._settled is not None and not ended_early:
             return 1.0
         shares = [rank.share for rank in self._ranks]
         begun = self._transfer_begin is not None
@@ -365,7 +370,7 @@ class LoadRecord:
             rank=number,
             worker_id=rank.worker_id,
             tensor_count=rank.tensor_count,
-            resident_bytes=rank.resident_bytes,
+            resident_bytes=self._resident_bytes(rank),
             total_bytes=rank.total_bytes,
             done_bytes=rank.done_bytes,
             bytes_per_second=0.0 if is_settled(self.state) else rank.rate(),

@@ -26,6 +26,8 @@ MOST_NAME_CHARACTERS = 256
 KEPT_LOST = 1000
 """Lost workers that stay listed."""
 
+_NAMES_IN_ERROR = 5
+
 _REMEMBERED_LIVES = 16
 """Earlier incarnations of a worker that are refused when they come back."""
 
@@ -314,12 +316,7 @@ class WorkerRegistry:
     def _idle(self, tp: int) -> list[WorkerRecord]:
         ready = [record for record in self.all() if record.state == WorkerState.WORKER_STATE_READY]
         if len(ready) < tp:
-            names = ", ".join(record.worker_id for record in ready) or "none"
-            raise WorkersUnavailable(
-                f"{tp} idle workers are needed, {len(ready)} are there: {names}",
-                needed=tp,
-                idle=",".join(record.worker_id for record in ready),
-            )
+            raise self._too_few(tp)
         hosts: dict[str, list[WorkerRecord]] = {}
         for record in ready:
             hosts.setdefault(record.registration.host, []).append(record)
@@ -330,6 +327,32 @@ class WorkerRegistry:
         by_size = sorted(hosts.values(), key=len, reverse=True)
         return [record for workers in by_size for record in workers][:tp]
 
+    def _too_few(self, tp: int) -> WorkersUnavailable:
+        """Return the error that says what all the workers are, since none of them may be idle."""
+        by_state: defaultdict[WorkerState.ValueType, list[str]] = defaultdict(list)
+        for record in self.all():
+            by_state[record.state].append(record.worker_id)
+        lost = by_state[WorkerState.WORKER_STATE_LOST]
+        words = {
+            "idle": WorkerState.WORKER_STATE_READY,
+            "busy": WorkerState.WORKER_STATE_BUSY,
+            "drained": WorkerState.WORKER_STATE_DRAINING,
+            "lost": WorkerState.WORKER_STATE_LOST,
+        }
+        there = "; ".join(
+            f"{len(by_state[state])} {word} ({_some(by_state[state])})"
+            for word, state in words.items()
+            if by_state[state]
+        )
+        return WorkersUnavailable(
+            f"{tp} idle workers are needed; registered: {there or 'none'}",
+            needed=tp,
+            workers=sum(map(len, by_state.values())) - len(lost),
+            idle=",".join(by_state[WorkerState.WORKER_STATE_READY]),
+            busy=",".join(by_state[WorkerState.WORKER_STATE_BUSY]),
+            drained=",".join(by_state[WorkerState.WORKER_STATE_DRAINING]),
+        )
+
     def _named(self, tp: int, worker_ids: Sequence[str]) -> list[WorkerRecord]:
         if len(worker_ids) != tp or len(set(worker_ids)) != tp:
             raise InvalidRequest(
@@ -339,8 +362,14 @@ class WorkerRegistry:
         group = []
         for worker_id in worker_ids:
             record = self._workers.get(worker_id)
-            if record is None or record.lost:
-                raise WorkerNotFound(f"worker {worker_id!r} is not there", worker_id=worker_id)
+            # Told before who is busy: waiting does not help against a slip in a name.
+            if record is None:
+                raise WorkerNotFound(f"there is no worker {worker_id!r}", worker_id=worker_id)
+            if record.lost:
+                raise WorkerNotFound(f"worker {worker_id!r} is lost", worker_id=worker_id)
+            group.append(record)
+        for record in group:
+            worker_id = record.worker_id
             if record.draining:
                 raise WorkerBusy(
                     f"worker {worker_id!r} is drained and takes no load",
@@ -353,5 +382,9 @@ class WorkerRegistry:
                     worker_id=worker_id,
                     load_id=record.load_id,
                 )
-            group.append(record)
         return group
+
+
+def _some(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _NAMES_IN_ERROR else ""
+    return ", ".join(names[:_NAMES_IN_ERROR]) + more

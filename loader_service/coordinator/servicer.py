@@ -173,7 +173,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """Start a load."""
 
         async def start() -> coordinator_pb2.LoadResponse:
-            record = self._coordinator.start(
+            record = await self._coordinator.start(
                 path=request.path,
                 tp=request.tp,
                 worker_ids=list(request.worker_ids),

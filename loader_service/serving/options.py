@@ -11,6 +11,7 @@ from typing import TypeVar
 from loader_service import addresses
 from loader_service.channel_security import ChannelSecurity
 from loader_service.errors import InvalidRequest
+from loader_service.sizes import parse_size
 
 __all__ = [
     "ServingOptions",
@@ -18,6 +19,7 @@ __all__ = [
     "channel_security",
     "positive",
     "serving_options",
+    "size",
 ]
 
 DEFAULT_MAX_STREAMS = 256
@@ -52,7 +54,11 @@ class ServingOptions:
     def __post_init__(self) -> None:
         """Refuse halves: a key without its certificate, client certificates that mean nothing."""
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise InvalidRequest("--tls-cert and --tls-key go together", field="tls_cert")
+            missing = "--tls-key" if self.tls_cert else "--tls-cert"
+            raise InvalidRequest(
+                f"--tls-cert and --tls-key go together; {missing} is missing",
+                field=missing.strip("-").replace("-", "_"),
+            )
         if self.tls_client_ca and not (self.tls_cert and self.access_file):
             raise InvalidRequest(
                 "--tls-client-ca needs --tls-cert, --tls-key and --access: a client's certificate "
@@ -100,6 +106,18 @@ def positive(kind: type[_Number]) -> Callable[[str], _Number]:
         return number
 
     return parse
+
+
+def size(text: str) -> int:
+    """Return the bytes of an option such as 512MiB; an argparse type.
+
+    Raises:
+        ArgumentTypeError: it is no such text.
+    """
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from loader_service.cli.main import app
 from loader_service.v1 import coordinator_pb2, types_pb2
+from loader_service.version import __version__
 from tests.fake_coordinator import REFUSALS, FakeCoordinator, fake_coordinator
 from tests.messages import failed, streaming, succeeded, worker
 
@@ -243,8 +244,9 @@ def test_a_deadline_that_was_given_counts_also_for_calls_that_read(
         ("--endpoint far.example:1 --token-file TOKEN", "TOKEN_NEEDS_TLS"),
         ("--token-file /nowhere", "FILE_UNREADABLE: /nowhere"),
         ("--tls-ca-cert /nowhere", "FILE_UNREADABLE: /nowhere"),
-        ("--tls-cert /nowhere", "a certificate and its key go together"),
-        ("--context nowhere", "no context 'nowhere'"),
+        ("--tls-cert /nowhere", "go together; --tls-key is missing"),
+        ("--tls-key /nowhere", "go together; --tls-cert is missing"),
+        ("--context nowhere", "the lines [contexts.nowhere] and endpoint ="),
         ("--no-tls --tls-ca-cert TOKEN", "contradicts"),
     ],
 )
@@ -343,3 +345,29 @@ def test_version_starts_without_grpc_and_rich() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines()[1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("load m --workers ,", "--workers ',' has an empty name"),
+        ("plan m --workers a,,b", "--workers 'a,,b' has an empty name"),
+        ("health --worker w0", "--worker 'w0' is not HOST:PORT"),
+        ("get loads -o xml", "'--output' / '-o': 'xml' is not one of"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error(
+    fake: FakeCoordinator, words: str, complaint: str
+) -> None:
+    result = loaderctl(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert complaint in " ".join(result.stderr.split())
+
+
+def test_blanks_around_workers_names_do_not_count(fake: FakeCoordinator) -> None:
+    assert loaderctl("load", "m", "--tp", "2", "--workers", "w1, w0", "--no-wait").exit_code == 0
+    assert list(fake.last(coordinator_pb2.LoadRequest).worker_ids) == ["w1", "w0"]
+
+
+def test_version_may_be_asked_for_as_of_other_programs() -> None:
+    assert loaderctl("--version").stdout == loaderctl("version").stdout == f"{__version__}\n"

@@ -127,6 +127,7 @@ def test_ctrl_c_says_what_becomes_of_the_load(fake: FakeCoordinator, cancel: boo
             assert "load-5e5e5e5e is cancelled" in told
         else:
             assert "goes on; to cancel it: loaderctl cancel load-5e5e5e5e" in told
+            assert "loaderctl watch load-5e5e5e5e" in told
 
 
 def test_ctrl_c_is_130_also_when_the_load_cannot_be_cancelled(fake: FakeCoordinator) -> None:

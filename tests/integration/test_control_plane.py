@@ -20,9 +20,11 @@ from loader_service.channel import from_rpc_error
 from loader_service.client import AsyncLoaderClient
 from loader_service.coordinator.planning import PlannedLoad
 from loader_service.errors import (
+    CheckpointNotFound,
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
+    PathOutsideRoot,
     QuotaExceeded,
     WorkerBusy,
     WorkerLost,
@@ -267,6 +269,25 @@ async def test_a_plan_says_which_workers_it_would_get_and_whether_it_fits(
     assert [rank.worker_id for rank in named.admission.ranks] == ["w3", "w2"]
     many = await client.plan("model", 5, options=ONE_RANK)
     assert many.admission.refusal.reason == "NOT_ENOUGH_WORKERS"
+
+
+async def test_a_wrong_path_is_refused_before_anybody_waits_for_workers(
+    plane: ControlPlane, client: AsyncLoaderClient
+) -> None:
+    for waits in (0.0, 60.0):
+        with pytest.raises(CheckpointNotFound):
+            await client.load("nope", 99, wait_for_workers_seconds=waits)
+        with pytest.raises(PathOutsideRoot):
+            await client.load("..", 99, wait_for_workers_seconds=waits)
+    assert await client.list_loads() == []
+
+
+async def test_a_wait_for_workers_that_has_run_out_says_so(client: AsyncLoaderClient) -> None:
+    load = await client.load("model", 5, wait_for_workers_seconds=0.1)
+    failure = (await last_of(client, load.load_id)).failure
+    assert (failure.reason, failure.metadata["workers"]) == ("NOT_ENOUGH_WORKERS", "4")
+    assert failure.metadata["waited_seconds"] == "0.1"
+    assert failure.message.endswith("4 idle (w0, w1, w2, w3); that was waited for 0.1 s")
 
 
 # ---------------------------------------------------------------- repeated requests

@@ -62,6 +62,7 @@ async def test_a_client_of_another_authority_is_turned_away(
     security = dataclasses.replace(foreign.client("bad", "ops.example"), ca_cert=authority.cert)
     error = await refusal(mtls.address, security)
     assert (type(error), error.reason) == (Unauthenticated, "TLS_CLIENT_REFUSED")
+    assert "may not know the authority that signed" in error.message
 
 
 async def test_a_client_without_a_certificate_is_turned_away(
@@ -76,6 +77,7 @@ async def test_an_expired_client_certificate_is_turned_away(
 ) -> None:
     error = await refusal(mtls.address, authority.client("late", "ops.example", days=-1))
     assert (type(error), error.reason) == (Unauthenticated, "TLS_CLIENT_REFUSED")
+    assert error.message.endswith("late.pem has expired")
 
 
 async def test_an_expired_server_certificate_is_not_trusted(

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import grpc
@@ -49,8 +50,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return target / build_wheel(str(target))
 
 
-async def test_the_client_needs_grpcio_and_protobuf_only(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of `pip install loader-service`, and no others."""
+    site = tmp_path_factory.mktemp("light") / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     for module in (grpc, typing_extensions):
@@ -63,6 +66,28 @@ async def test_the_client_needs_grpcio_and_protobuf_only(wheel: Path, tmp_path: 
     google = Path(protobuf.__path__[0]).parent
     for name in ("protobuf", "_upb"):
         (site / "google" / name).symlink_to(google / name)
+    return site
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [("loaderctl", "cli"), ("loader-coordinator", "server"), ("loader-worker", "worker")],
+)
+def test_a_command_says_which_extra_it_lacks(site: Path, command: str, extra: str) -> None:
+    (installed,) = distributions(name="loader-service", path=[str(site)])
+    (entry,) = installed.entry_points.select(group="console_scripts", name=command)
+    run = f"import {entry.module}; {entry.module}.{entry.attr}()"
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); {run}"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{command}: the module ")
+    assert f"pip install 'loader-service[{extra}" in line
+
+
+async def test_the_client_needs_grpcio_and_protobuf_only(site: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(site)!r})\n{SCRIPT}")
     async with control_plane(tmp_path, workers=["w0", "w1"]) as plane:

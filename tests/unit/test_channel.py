@@ -18,7 +18,7 @@ import pytest
 from loader_service import tls_diagnosis
 from loader_service.channel import SyncEndpoint
 from loader_service.channel_security import ChannelSecurity
-from loader_service.client import LoaderClient
+from loader_service.client import AsyncLoaderClient, LoaderClient
 from loader_service.errors import InvalidRequest, ServiceUnavailable
 from loader_service.v1 import types_pb2
 from tests.certificates import Authority
@@ -169,3 +169,21 @@ def test_files_that_change_while_they_are_checked_are_not_used(
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", replaced)
     with pytest.raises(InvalidRequest, match="has changed while it was checked"):
         security.credentials()
+
+
+def test_a_closed_client_says_so(secured: FakeCoordinator, authority: Authority) -> None:
+    client = LoaderClient(secured.endpoint, security=authority.client("me", "me.example"))
+    client.list_workers()
+    client.close()
+    client.close()
+    for call in (client.list_workers, lambda: next(client.watch("load-1"))):
+        with pytest.raises(InvalidRequest, match="is closed; make a new one") as caught:
+            call()
+        assert caught.value.reason == "CLIENT_CLOSED"
+
+
+async def test_a_closed_client_for_asyncio_says_so(secured: FakeCoordinator) -> None:
+    async with AsyncLoaderClient(secured.endpoint) as client:
+        pass
+    with pytest.raises(InvalidRequest, match="is closed; make a new one"):
+        await client.list_workers()

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.message import Message
 from typer.testing import CliRunner
 
-from loader_service.cli import documents
+from loader_service.cli import documents, tables
 from loader_service.cli.main import app
 from loader_service.errors import PlanRefused, WorkerBusy
 from loader_service.v1 import coordinator_pb2, types_pb2
@@ -164,3 +164,11 @@ def test_version_prints_a_document_too() -> None:
 
 def test_a_state_of_a_later_release_is_its_number() -> None:
     assert documents.load_document(types_pb2.Load(state=99))["state"] == "99"  # type: ignore[arg-type]
+
+
+def test_a_load_that_has_lost_a_rank_is_described_with_its_worker() -> None:
+    load = succeeded()
+    load.state, load.ranks[1].state = types_pb2.LOAD_STATE_DEGRADED, types_pb2.RANK_STATE_LOST
+    lines = tables.describe_load_lines(documents.load_document(load))
+    (told,) = [line for line in lines if line.startswith("Lost:")]
+    assert told.split(maxsplit=1)[1] == f"rank 1 on {load.ranks[1].worker_id}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import string
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from loader_service import errors
-from loader_service.cli.hints import HINTS, hint
+from loader_service.cli.hints import HINTS, WORKER_HINTS, hint
 from loader_service.cli.session import exit_code
 from loader_service.errors import LoaderError, PlanRefused, WorkerBusy
 
@@ -37,6 +38,8 @@ WITHOUT_HINT = frozenset(
         "TENSOR_NOT_IN_SHARD",
         "UNCOVERED_BYTES",
         "UNKNOWN_DTYPE",
+        # For programs; no verb calls after it has closed its client.
+        "CLIENT_CLOSED",
         # Between coordinator and workers, or when a server starts: in their logs only.
         "ACCESS_FILE_INVALID",
         "CANNOT_LISTEN",
@@ -86,11 +89,23 @@ def test_no_hint_is_for_a_reason_that_nobody_raises() -> None:
 
 @pytest.mark.parametrize("reason", HINTS)
 def test_a_hint_is_one_sentence_with_known_facts(reason: str) -> None:
-    text = HINTS[reason]
+    check_hint(HINTS[reason])
+
+
+@pytest.mark.parametrize("reason", WORKER_HINTS)
+def test_a_hint_for_a_worker_names_it(reason: str) -> None:
+    check_hint(WORKER_HINTS[reason])
+    assert reason in HINTS
+    told = hint(LoaderError("no", reason=reason, worker_id="w7"), "h:1")
+    assert "worker w7" in told
+    assert "access file of the coordinator" not in told
+
+
+def check_hint(text: str) -> None:
     assert not text.endswith((".", " "))
     assert "  " not in text
     fields = {field for _, field, _, _ in string.Formatter().parse(text) if field}
-    assert fields <= {"endpoint", "load_id", "valid_tp", "worker_id"}
+    assert fields <= {"endpoint", "load_id", "too_few", "valid_tp", "worker_id"}
 
 
 def test_a_hint_names_the_facts_of_the_error() -> None:
@@ -98,6 +113,24 @@ def test_a_hint_names_the_facts_of_the_error() -> None:
     assert "undrain worker w7`" in hint(error, "h:1")
     assert "undrain worker WORKER`" in hint(WorkerBusy("", reason="WORKER_DRAINING"), "h:1")
     assert "h:1" in hint(errors.ServiceUnavailable("gone"), "h:1")
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "unwanted"),
+    [
+        ({"needed": 4, "workers": 2, "busy": "a,b"}, ["more workers"], ["wait", "undrain"]),
+        ({"needed": 2, "workers": 2, "busy": "a,b"}, ["unload", "workers 60s"], ["more workers"]),
+        ({"needed": 2, "workers": 2, "idle": "a", "drained": "b"}, ["undrain worker b`"], ["wait"]),
+        ({"needed": 1, "workers": 1, "busy": "a", "waited_seconds": 9}, ["a longer"], ["60s"]),
+        ({"needed": 4}, ["get workers"], ["wait", "undrain", "more"]),
+    ],
+)
+def test_a_load_that_lacks_workers_is_told_how_to_get_them(
+    facts: dict[str, Any], wanted: list[str], unwanted: list[str]
+) -> None:
+    told = hint(errors.WorkersUnavailable("too few", **facts), "h:1")
+    assert [word for word in wanted if word not in told] == []
+    assert [word for word in unwanted if word in told] == []
 
 
 def test_a_hint_names_no_deadline_that_may_be_shorter_than_the_one_that_passed() -> None:

@@ -188,6 +188,29 @@ def test_a_planned_load_shows_bytes_of_all_ranks(record: LoadRecord, tmp_path: P
     assert [(rank.total_bytes, rank.resident_bytes) for rank in message.ranks] == [(110, 110)] * 2
 
 
+@pytest.mark.parametrize("state", [SUCCEEDED, DEGRADED, UNLOADING, UNLOADED], ids=name)
+def test_a_load_that_was_committed_is_complete_and_holds_its_bytes_until_it_is_unloaded(
+    state: State, streaming: LoadRecord
+) -> None:
+    streaming.set_progress((1000, 1000), (True, True))
+    assert streaming.message().resident_bytes == 2000
+    for step in WAY[WAY.index(VERIFYING) : WAY.index(state) + 1]:
+        streaming.move_to(step)
+    message = streaming.message()
+    held = 0 if state == UNLOADED else 1000
+    assert (message.progress, message.resident_bytes) == (1.0, 2 * held)
+    assert [rank.resident_bytes for rank in message.ranks] == [held, held]
+
+
+@pytest.mark.parametrize("end", [FAILED, CANCELLED], ids=name)
+def test_a_load_that_has_failed_holds_nothing(end: State, streaming: LoadRecord) -> None:
+    streaming.set_progress((500, 250), (False, False))
+    streaming.end(end, None)
+    message = streaming.message()
+    assert (message.progress, message.resident_bytes, message.wire_bytes) == (0.25, 0, 2000)
+    assert [rank.resident_bytes for rank in message.ranks] == [0, 0]
+
+
 def test_a_failure_is_shown_with_reason_and_facts(record: LoadRecord) -> None:
     record.end(FAILED, WorkerLost("w is gone", worker_id="w"))
     failure = record.message().failure

@@ -257,6 +257,7 @@ def test_a_group_larger_than_every_host_fills_the_fullest_hosts_first() -> None:
         (["a", "a"], InvalidRequest),
         (["a", "nobody"], WorkerNotFound),
         (["a", "lost"], WorkerNotFound),
+        (["busy", "nobody"], WorkerNotFound),
         (["a", "busy"], WorkerBusy),
         (["a", "held"], WorkerBusy),
     ],
@@ -284,14 +285,26 @@ def test_a_busy_worker_is_refused_with_the_load_that_it_holds() -> None:
     assert caught.value.metadata == {"worker_id": "a", "load_id": "load-1"}
 
 
-def test_too_few_idle_workers_are_listed() -> None:
-    registry = registry_of(a="h", b="h", c="h")
+def test_too_few_idle_workers_are_told_with_what_the_others_are() -> None:
+    registry = registry_of(a="h", b="h", c="h", d="h", e="h")
+    for worker_id in "abcd":
+        registry.heartbeat(heartbeat(worker_id), 5.0, 5.0)
+    registry.expire(LEASE)
     registry.reserve("load-1", 1, ["b"])
-    with pytest.raises(
-        WorkersUnavailable, match="3 idle workers are needed, 2 are there: a, c"
-    ) as caught:
+    registry.set_draining("d", True)
+    with pytest.raises(WorkersUnavailable) as caught:
         registry.reserve("load-2", 3, [])
-    assert caught.value.metadata == {"needed": "3", "idle": "a,c"}
+    assert caught.value.message == (
+        "3 idle workers are needed; registered: 2 idle (a, c); 1 busy (b); 1 drained (d); 1 lost (e)"
+    )
+    assert caught.value.metadata == {
+        "needed": "3", "workers": "4", "idle": "a,c", "busy": "b", "drained": "d",
+    }  # fmt: skip
+
+
+def test_without_workers_that_is_what_is_said() -> None:
+    with pytest.raises(WorkersUnavailable, match="1 idle workers are needed; registered: none"):
+        registry_of().reserve("load-1", 1, [])
 
 
 def test_giving_a_load_back_frees_exactly_its_workers() -> None:

@@ -91,6 +91,8 @@ async def test_what_will_not_change_ends_the_worker(refusal: LoaderError) -> Non
     async with asyncio.timeout(5):
         with pytest.raises(type(refusal)):
             await member.agent.run()
+    # A coordinator that has refused it does not know it; saying goodbye would only confuse its log.
+    await member.agent.deregister()
     assert (member.coordinator.calls, member.contact) == (["RegisterWorker"], [])
 
 

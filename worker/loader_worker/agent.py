@@ -63,6 +63,7 @@ class Agent:
         self._address = address
         self._on_contact = on_contact
         self._has_contact = False
+        self._is_refused = False
         self._lease_seconds = 0.0
         self._interval_seconds = 0.0
 
@@ -77,7 +78,12 @@ class Agent:
             await self._send_heartbeats()
 
     async def deregister(self) -> None:
-        """Tell the coordinator that the worker stops; an unreachable one does not matter."""
+        """Tell the coordinator that the worker stops; an unreachable one does not matter.
+
+        One that has refused this worker does not know it.
+        """
+        if self._is_refused:
+            return
         request = coordinator_pb2.DeregisterWorkerRequest(
             worker_id=self._worker.worker_id, incarnation=self._worker.incarnation
         )
@@ -111,6 +117,7 @@ class Agent:
                 return
             except LoaderError as error:
                 if error.status in _PERMANENT and error.reason not in _OWN_FILES:
+                    self._is_refused = True
                     raise
                 _log.warning("registering: %s", error)
             await self._end_orphans(last_contact)

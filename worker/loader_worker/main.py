@@ -22,9 +22,9 @@ from loader_service.serving.options import (
     add_serving_arguments,
     channel_security,
     serving_options,
+    size,
 )
 from loader_service.serving.server import Server, stop_requested
-from loader_service.sizes import parse_size
 from loader_service.stream.threads import switch_often
 from loader_service.stream.ucxx_transport import UcxxTransport
 from loader_service.v1 import coordinator_pb2_grpc, worker_pb2_grpc
@@ -117,12 +117,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="loader-worker", description="Receives weights to one device and keeps them there."
     )
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument(
+        "--coordinator", required=True, metavar="HOST:PORT", help="whom to register with"
+    )
     parser.add_argument(
         "--listen",
         default="",
         metavar="HOST:PORT",
-        help="default any free port, of every address when secured, else of this machine only",
+        help="where the coordinator and clients call; default any free port, of every address when secured, else of this machine only",
     )
     parser.add_argument(
         "--advertise", default="", metavar="HOST:PORT", help="address given to others"
@@ -135,11 +137,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--memory-limit",
-        type=parse_size,
+        type=size,
         metavar="SIZE",
         help="most device bytes to use, e.g. 8GiB",
     )
-    parser.add_argument("--worker-id", default=_default_worker_id(), help="kept across restarts")
+    parser.add_argument(
+        "--worker-id",
+        default=_default_worker_id(),
+        metavar="ID",
+        help="name of its own in the cluster, kept across restarts (default %(default)s)",
+    )
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
     add_serving_arguments(parser)
     parser.add_argument("--version", action="version", version=__version__)
