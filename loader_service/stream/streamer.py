@@ -135,6 +135,8 @@ async def _main(
 ) -> None:
     # UCX needs the device's context before it starts.
     device = _open_gpu() if staging == "auto" else None
+    if device is not None:
+        switch_often()
     transport = UcxxTransport.start(data_ports)
     reader, writer = await asyncio.open_connection(sock=control)
     await Streamer(transport, writer, window_bytes, device).serve(reader)
@@ -163,7 +165,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--staging", default="auto")
     options = parser.parse_args(arguments)
     log_to_stderr("streamer")
-    switch_often()
     control = socket.socket(fileno=options.control_fd)
     data_ports = addresses.parse_ports(options.data_ports)
     asyncio.run(_main(control, options.window_bytes, data_ports, options.staging))

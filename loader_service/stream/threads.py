@@ -20,8 +20,9 @@ _SWITCH_SECONDS = 0.0002
 def switch_often() -> None:
     """Let the threads of this process take the interpreter from one another after 0.2 ms.
 
-    With the default of 5 ms a thread that only wants to hand on a piece waits longer for the event loop
-    than the piece takes on a fast link.
+    For processes with a GPU: with the default of 5 ms a thread that only wants to hand on a piece waits
+    longer for the event loop than the piece takes on the link. On few processors without one it costs
+    more than it brings.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
 

@@ -182,10 +182,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
     log_to_stderr(f"worker {options.worker_id}")
-    switch_often()
     try:
         settings = make_settings(options)
-        asyncio.run(serve(settings, _open_device(options.device, options.memory_limit)))
+        device = _open_device(options.device, options.memory_limit)
+        if options.device != "numpy":
+            switch_often()
+        asyncio.run(serve(settings, device))
     except (LoaderError, OSError) as error:
         sys.exit(f"loader-worker: {error}")
 
