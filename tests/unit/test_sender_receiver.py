@@ -78,6 +78,7 @@ class SpyConnection:
     async def recv(self, tag: int, buffer: Any) -> None:
         await self._inner.recv(tag, buffer)
         if tag == wire.TAG_CREDIT:
+            await self._spy.credits_arrive.wait()
             self._open_chunks -= 1
 
     def abort(self) -> None:
@@ -93,6 +94,7 @@ class SpyTransport(MemoryTransport):
         most_open_chunks: most chunks that one connection had sent without a credit for them.
         stop_at: number of a chunk that is held back until `go_on` is set.
         stopped: set when that chunk is about to be sent.
+        credits_arrive: credits are held back while it is cleared.
     """
 
     def __init__(self, network: MemoryNetwork) -> None:
@@ -103,6 +105,8 @@ class SpyTransport(MemoryTransport):
         self.stop_at = -1
         self.stopped = asyncio.Event()
         self.go_on = asyncio.Event()
+        self.credits_arrive = asyncio.Event()
+        self.credits_arrive.set()
 
     async def connect(self, host: str, port: int, timeout_seconds: float) -> Connection:
         return SpyConnection(await super().connect(host, port, timeout_seconds), self)
@@ -321,7 +325,14 @@ async def test_a_rank_of_padding_alone_gets_zeros_and_no_payload(
 
 async def test_chunks_on_the_way_never_exceed_the_credits(tmp_path: Path, cluster: Cluster) -> None:
     await cluster.prepare(write_plan(tmp_path, one_large(40), 2))
-    await cluster.run()
+    cluster.transport.credits_arrive.clear()
+    running = asyncio.create_task(cluster.run())
+    async with asyncio.timeout(SECONDS):
+        while cluster.transport.most_open_chunks < CREDITS:  # noqa: ASYNC110 - counted elsewhere
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    cluster.transport.credits_arrive.set()
+    await running
     assert cluster.transport.most_open_chunks == CREDITS
     assert len(cluster.transport.chunk_sizes) == 80
 
