@@ -8,6 +8,7 @@ they are hashed, and from there they go to the workers' devices over UCX.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,17 @@ from loader_kernels.device import (
     Span,
     Upload,
 )
-from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, extend_with_zeros
 from loader_service.errors import OutOfMemory
 from loader_service.plan.slices import Slice, TensorPlan
 from loader_service.stream.chunks import Extent
-from loader_service.stream.reader import OpenFiles, Target, fill_targets, read_range, read_tensor
+from loader_service.stream.reader import (
+    OpenFiles,
+    Target,
+    fill_targets,
+    read_range,
+    read_tensor,
+    with_zero_rows,
+)
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.window import HostWindow, Window
 
@@ -414,26 +421,20 @@ class _Filling:
                 for first, again in self._copies
             ]
         )
-        return [
-            Hashes(
+        complete = []
+        for place in self._places:
+            hashes = with_zero_rows(
                 place.piece,
                 place.begin,
-                self._with_zero_rows(place, next(found) if place.length else b""),
+                place.length,
+                next(found) if place.length else b"",
+                functools.partial(self._tail, place),
             )
-            for place in self._places
-        ]
+            complete.append(Hashes(place.piece, place.begin, hashes))
+        return complete
 
-    def _with_zero_rows(self, place: _Place, hashes: bytes) -> bytes:
-        piece = place.piece
-        zeros = piece.nbytes - piece.wire_bytes
-        if not zeros or place.begin + place.length < piece.wire_bytes:
-            return hashes
-        rest = place.length % BLOCK_BYTES
-        if not rest:
-            return hashes + extend_with_zeros(b"", memoryview(b""), zeros)
-        begun = self._device.read(place.slot, place.offset + place.length - rest, rest)
-        whole, last = hashes[:-HASH_BYTES], hashes[-HASH_BYTES:]
-        return whole + extend_with_zeros(last, begun, zeros)
+    def _tail(self, place: _Place, count: int) -> memoryview:
+        return self._device.read(place.slot, place.offset + place.length - count, count)
 
 
 def _whole_rows(piece: _Piece) -> tuple[int, int, int] | None:

@@ -6,21 +6,29 @@ Contiguous slices are read in place; of column slices whole rows are read and co
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from loader_kernels.digest import BLOCK_BYTES, extend_with_zeros, hash_blocks
+from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, extend_with_zeros, hash_blocks
 from loader_service.checkpoint.catalog import CheckpointFile, TensorInfo
 from loader_service.checkpoint.files import file_identity
 from loader_service.errors import DataLoss, TiedHeadDiffers
 from loader_service.plan.slices import Slice, StridedRun, TensorPlan
 
-__all__ = ["OpenFiles", "Target", "fill_targets", "read_range", "read_tensor"]
+__all__ = [
+    "OpenFiles",
+    "Target",
+    "fill_targets",
+    "read_range",
+    "read_tensor",
+    "with_zero_rows",
+]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _READ_BYTES = 256 << 10
@@ -113,7 +121,16 @@ def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target])
     else:
         reader.read(bands, fragments)
         hashes = [hash_blocks(target.view) for target in targets]
-    return [_with_zero_rows(target, part) for target, part in zip(targets, hashes, strict=True)]
+    return [
+        with_zero_rows(
+            target.piece,
+            target.begin,
+            len(target.view),
+            part,
+            functools.partial(_tail, target.view),
+        )
+        for target, part in zip(targets, hashes, strict=True)
+    ]
 
 
 def fill_targets(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target]) -> None:
@@ -121,11 +138,29 @@ def fill_targets(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target]
     _TensorReader(files, tensor).read(*_divide(targets))
 
 
-def _with_zero_rows(target: Target, hashes: bytes) -> bytes:
-    piece = target.piece
-    if target.begin + len(target.view) < piece.wire_bytes:
+def _tail(view: memoryview, count: int) -> memoryview:
+    return view[len(view) - count :]
+
+
+def with_zero_rows(
+    piece: Slice, begin: int, length: int, hashes: bytes, tail: Callable[[int], memoryview]
+) -> bytes:
+    """Return a part's block hashes with those of the zero rows, if it ends the slice's wire bytes.
+
+    Args:
+        piece: the slice.
+        begin: first wire byte of the part, a multiple of the digest's block.
+        length: bytes of the part.
+        hashes: its block hashes.
+        tail: returns so many of its last bytes.
+    """
+    zeros = piece.nbytes - piece.wire_bytes
+    if not zeros or begin + length < piece.wire_bytes:
         return hashes
-    return extend_with_zeros(hashes, target.view, piece.nbytes - piece.wire_bytes)
+    blocks, rest = divmod(length, BLOCK_BYTES)
+    whole = blocks * HASH_BYTES
+    begun = tail(rest) if rest else memoryview(b"")
+    return hashes[:whole] + extend_with_zeros(hashes[whole:], begun, zeros)
 
 
 def read_range(files: OpenFiles, tensor: TensorPlan, offset: int, view: memoryview) -> None:
