@@ -28,7 +28,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.llama_checkpoint import HEADS, KV_HEADS, write_checkpoint  # noqa: E402
+from tests.bench.llama_checkpoint import LLAMA_1B, write_checkpoint  # noqa: E402
 from tests.bench.perftest import perftest  # noqa: E402
 from tests.cluster import Cluster, cluster  # noqa: E402
 
@@ -259,5 +259,5 @@ def _print_results(results: list[Result]) -> None:
 
 
 if __name__ == "__main__":
-    assert HEADS % TP == KV_HEADS % TP == 0
+    assert LLAMA_1B.heads % TP == LLAMA_1B.kv_heads % TP == 0
     main()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 import os
 import platform
 import statistics
@@ -28,13 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from loader_service.v1 import types_pb2  # noqa: E402
+from tests.bench.llama_checkpoint import LLAMA_8B, write_checkpoint  # noqa: E402
 from tests.cluster import Cluster, cluster  # noqa: E402
 
 MIB = 1 << 20
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
-"""Llama-3-8B; 32 layers are 16.06 GB in BF16."""
-
-SHARD_BYTES = 5 << 30
 FEED_THREADS, FEED_BYTES = 16, 4 * MIB
 LINK_BYTES = 1 << 30
 
@@ -42,7 +38,7 @@ LINK_BYTES = 1 << 30
 def main() -> int:
     """Write the checkpoint, measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or numpy for a rehearsal")
@@ -50,7 +46,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="where the processes' logs are kept")
     options = parser.parse_args()
     checkpoint = options.folder / f"llama-3-8b-{options.layers}"
-    write_checkpoint(checkpoint, options.layers)
+    write_checkpoint(checkpoint, LLAMA_8B._replace(layers=options.layers))
     logs = options.logs or options.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -162,75 +158,6 @@ class _Lane:
             pinned = cupy.cuda.alloc_pinned_memory(FEED_BYTES)
             event = cupy.cuda.Event(disable_timing=True)
             self.memories.append((np.frombuffer(pinned, np.uint8, FEED_BYTES), event))
-
-
-def write_checkpoint(folder: Path, layers: int) -> None:
-    """Write Llama-3-8B shapes, unless they are there; every 64 MiB of payload are the same bytes."""
-    if (folder / "config.json").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(0).bytes(64 * MIB + 8192)
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    filled = 0
-    for name, shape in _tensors(layers):
-        size = 2 * int(np.prod(shape))
-        if filled + size > SHARD_BYTES and shards[-1]:
-            shards.append([])
-            filled = 0
-        shards[-1].append((name, shape))
-        filled += size
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards):
-        path = folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys((name for name, _ in tensors), path.name)
-        header, offset = {}, 0
-        for name, shape in tensors:
-            size = 2 * int(np.prod(shape))
-            header[name] = {
-                "dtype": "BF16",
-                "shape": shape,
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for start in range(0, offset, 64 * MIB):
-                # Shifted a little each time, so that no two blocks of digests are alike by chance.
-                shift = start // (64 * MIB) % 4096
-                file.write(noise[shift : shift + min(64 * MIB, offset - start)])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "num_hidden_layers": layers,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def _tensors(layers: int) -> list[tuple[str, tuple[int, ...]]]:
-    kv = KV_HEADS * HIDDEN // HEADS
-    tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCAB, HIDDEN))]
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        tensors += [
-            (f"{prefix}.input_layernorm.weight", (HIDDEN,)),
-            (f"{prefix}.mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)),
-            (f"{prefix}.mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)),
-            (f"{prefix}.mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)),
-            (f"{prefix}.post_attention_layernorm.weight", (HIDDEN,)),
-            (f"{prefix}.self_attn.k_proj.weight", (kv, HIDDEN)),
-            (f"{prefix}.self_attn.o_proj.weight", (HIDDEN, HIDDEN)),
-            (f"{prefix}.self_attn.q_proj.weight", (HIDDEN, HIDDEN)),
-            (f"{prefix}.self_attn.v_proj.weight", (kv, HIDDEN)),
-        ]
-    return [*tensors, ("model.norm.weight", (HIDDEN,)), ("lm_head.weight", (VOCAB, HIDDEN))]
 
 
 def device_text(device: str) -> str:

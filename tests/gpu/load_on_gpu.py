@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from loader_service.client import AsyncLoaderClient  # noqa: E402
 from loader_service.v1 import types_pb2  # noqa: E402
-from tests.bench.llama_checkpoint import write_checkpoint  # noqa: E402
+from tests.bench.llama_checkpoint import LLAMA_1B, write_checkpoint  # noqa: E402
 from tests.bench.perftest import perftest  # noqa: E402
 from tests.checkpoints import (  # noqa: E402
     ModelOptions,
@@ -226,7 +226,7 @@ class _Run:
     def load_large_one(self) -> None:
         """Check, then measure: first load of the processes, repeats, one from the disk."""
         folder = self.large.folder
-        write_checkpoint(folder, self._options.layers)
+        write_checkpoint(folder, LLAMA_1B._replace(layers=self._options.layers))
         for tp in (1, 2):
             self.large.expected[tp] = _expected(folder, tp)
         for tp in (1, 2):
