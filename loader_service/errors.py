@@ -22,6 +22,7 @@ LoaderError
     VersionSkew                 FAILED_PRECONDITION  VERSION_SKEW
     WorkerSuperseded            FAILED_PRECONDITION  WORKER_SUPERSEDED
     OutOfMemory                 RESOURCE_EXHAUSTED   OUT_OF_MEMORY
+    LocalSourceUnavailable      FAILED_PRECONDITION  LOCAL_SOURCE_UNAVAILABLE
     DigestMismatch              DATA_LOSS            DIGEST_MISMATCH
     TiedHeadDiffers             FAILED_PRECONDITION  TIED_HEAD_DIFFERS
     WorkerLost                  UNAVAILABLE          WORKER_LOST
@@ -57,6 +58,7 @@ __all__ = [
     "LoadCancelled",
     "LoadNotFound",
     "LoaderError",
+    "LocalSourceUnavailable",
     "OutOfMemory",
     "PathOutsideRoot",
     "PlanRefused",
@@ -266,6 +268,13 @@ class OutOfMemory(LoaderError):
     default_reason = "OUT_OF_MEMORY"
 
 
+class LocalSourceUnavailable(LoaderError):
+    """A worker that is to read for itself cannot open the files that were planned."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "LOCAL_SOURCE_UNAVAILABLE"
+
+
 class DigestMismatch(LoaderError):
     """The bytes that landed are not the bytes that were read."""
 
@@ -343,6 +352,7 @@ _LEAVES: tuple[type[LoaderError], ...] = (
     WrongState,
     VersionSkew,
     WorkerSuperseded,
+    LocalSourceUnavailable,
     OutOfMemory,
     DigestMismatch,
     TiedHeadDiffers,

@@ -82,7 +82,11 @@ class Cluster:
         return asyncio.run(connected())
 
     def load(self, path: Path | str, tp: int, **arguments: Any) -> types_pb2.Load:
-        """Load a checkpoint and return the load when it serves or has ended."""
+        """Load a checkpoint and return the load when it serves or has ended.
+
+        The coordinator reads unless the arguments say otherwise: most tests are about what it sends.
+        """
+        arguments.setdefault("source", types_pb2.WEIGHT_SOURCE_COORDINATOR)
 
         async def work(client: AsyncLoaderClient) -> types_pb2.Load:
             started = await client.load(str(path), tp, **arguments)

@@ -79,6 +79,7 @@ HINTS: Mapping[str, str] = {
     "UNSUPPORTED_QUANTIZATION": "--tp 1 loads every tensor whole, --unknown replicate puts all on every "
     "rank",
     "UNKNOWN_TENSOR": "--unknown replicate puts it on every rank",
+    "LOCAL_SOURCE_UNAVAILABLE": "--source auto has the coordinator send what a worker cannot read itself",
     "TIED_HEAD_DIFFERS": "--tied obey-file loads the head as a tensor of its own, --tied trust-config "
     "leaves it out",
 }

@@ -28,6 +28,7 @@ from loader_service.errors import LoaderError, WrongState, from_fields
 from loader_service.v1 import types_pb2
 
 __all__ = [
+    "Source",
     "Tied",
     "Unknown",
     "app",
@@ -57,6 +58,14 @@ class Unknown(enum.StrEnum):
 
     REFUSE = "refuse"
     REPLICATE = "replicate"
+
+
+class Source(enum.StrEnum):
+    """Where the bytes may come from."""
+
+    AUTO = "auto"
+    COORDINATOR = "coordinator"
+    LOCAL = "local"
 
 
 Tp = Annotated[int, typer.Option(min=1, help="Ranks of the group.")]
@@ -97,6 +106,10 @@ async def load(
         ),
     ] = False,
     progress: Progress = True,
+    source: Annotated[
+        Source,
+        typer.Option(help="Who reads: the coordinator for all, or each worker what it keeps."),
+    ] = Source.AUTO,
     tied: TiedOption = Tied.VERIFY,
     unknown: UnknownOption = Unknown.REFUSE,
     allow_trailing_bytes: AllowTrailingBytes = False,
@@ -110,6 +123,7 @@ async def load(
             worker_ids=_names(workers),
             wait_for_workers_seconds=wait_for_workers,
             options=_plan_options(tied, unknown, allow_trailing_bytes),
+            source=types_pb2.WeightSource.Value(f"WEIGHT_SOURCE_{source.name}"),
             request_id=request_id,
         )
     except asyncio.CancelledError:

@@ -96,6 +96,7 @@ class LoaderClient:
         worker_ids: Sequence[str] = (),
         wait_for_workers_seconds: float = 0.0,
         options: types_pb2.PlanOptions | None = None,
+        source: types_pb2.WeightSource.ValueType = types_pb2.WEIGHT_SOURCE_AUTO,
         request_id: str = "",
     ) -> types_pb2.Load:
         """Start a load and return it as it was accepted; `watch` tells how it goes on.
@@ -106,6 +107,7 @@ class LoaderClient:
             worker_ids: workers in rank order; empty lets the coordinator choose idle ones.
             wait_for_workers_seconds: how long the load may wait for idle workers.
             options: how to read and cut.
+            source: where the bytes may come from, the coordinator or the workers' own reading.
             request_id: repeating a call with the same id returns the same load; empty makes one up.
         """
         request = coordinator_pb2.LoadRequest(
@@ -114,6 +116,7 @@ class LoaderClient:
             worker_ids=worker_ids,
             options=options,
             request_id=request_id or _new_id(),
+            source=source,
         )
         request.wait_for_workers_duration.FromNanoseconds(int(wait_for_workers_seconds * 1e9))
         answer: coordinator_pb2.LoadResponse = self._call(self._coordinator, "Load", request)

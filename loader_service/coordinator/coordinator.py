@@ -32,7 +32,7 @@ from loader_service.errors import (
 )
 from loader_service.plan.planner import MAX_TP, PlanOptions
 from loader_service.v1 import coordinator_pb2
-from loader_service.v1.types_pb2 import LoadState, WorkerLoadState
+from loader_service.v1.types_pb2 import LoadState, WeightSource, WorkerLoadState
 
 __all__ = ["Coordinator"]
 
@@ -218,6 +218,7 @@ class Coordinator:
         options: PlanOptions,
         allow_trailing_bytes: bool,
         owner: str,
+        source: WeightSource.ValueType,
     ) -> LoadRecord:
         """Accept a load and begin it.
 
@@ -258,6 +259,7 @@ class Coordinator:
             options=options,
             window_bytes=self.settings.window_bytes,
             lease_seconds=self.settings.lease_seconds,
+            source=source,
         )
         runner = LoadRunner(
             record, request, choose_group, self._connect, self._stream, self._planners

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from loader_service.clock import Clock
 from loader_service.coordinator.planning import PlannedLoad
@@ -69,6 +69,7 @@ class _Rank:
     total_bytes: int = 0
     done_bytes: int = 0
     lanes: str = ""
+    reads_itself: bool = False
     verified: bool = False
     state: RankState.ValueType = RankState.RANK_STATE_WAITING
     advanced: float = 0.0
@@ -223,6 +224,13 @@ class LoadRecord:
             rank.total_bytes = totals.wire_bytes
         self._touch()
 
+    def set_sources(self, alone: Collection[int], source_bytes: int) -> None:
+        """Say which ranks' workers read for themselves, and what all together read from the files."""
+        for number, rank in enumerate(self._ranks):
+            rank.reads_itself = number in alone
+        self._source_bytes = source_bytes
+        self._touch()
+
     def set_rank(self, rank: int, state: RankState.ValueType) -> None:
         """Say where one rank stands."""
         self._ranks[rank].state = state
@@ -375,7 +383,9 @@ class LoadRecord:
             done_bytes=rank.done_bytes,
             bytes_per_second=0.0 if is_settled(self.state) else rank.rate(),
             transport=rank.lanes,
-            bytes_by_source=types_pb2.BytesBySource(coordinator_bytes=rank.done_bytes),
+            bytes_by_source=types_pb2.BytesBySource(
+                **{"local_bytes" if rank.reads_itself else "coordinator_bytes": rank.done_bytes}
+            ),
             verified=rank.verified,
             state=rank.state,
             stalled=self._is_stalled(rank),

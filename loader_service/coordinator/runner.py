@@ -25,7 +25,8 @@ from loader_service.stream.jobs import (
     StreamProgress,
 )
 from loader_service.stream.manifests import manifest_pages
-from loader_service.v1.types_pb2 import LoadState, RankState
+from loader_service.stream.proof import FileProof, prove
+from loader_service.v1.types_pb2 import LoadState, RankState, WeightSource
 
 __all__ = ["LoadRequest", "LoadRunner", "Stream"]
 
@@ -33,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 CLEANUP_SECONDS = 1.5
 """How long ending a failed load waits for its workers; a late one is told by its next heartbeat."""
+
+MOST_READ_ALONE = 1.5
+"""A rank that would read more than so many times what it keeps is sent it, unless it must read itself:
+columns of all ranks are read together for less."""
 
 RETRY_SECONDS = 0.2
 """Pause before a worker that did not answer is asked again to commit or to free."""
@@ -51,6 +56,7 @@ class LoadRequest:
         options: how to plan.
         window_bytes: host memory of the streamer that all ranks share.
         lease_seconds: how long a commit that has begun is retried.
+        source: where the bytes may come from.
     """
 
     read: Callable[[], Checkpoint]
@@ -58,6 +64,7 @@ class LoadRequest:
     options: PlanOptions
     window_bytes: int
     lease_seconds: float
+    source: WeightSource.ValueType = WeightSource.WEIGHT_SOURCE_COORDINATOR
 
 
 class LoadRunner:
@@ -169,9 +176,12 @@ class LoadRunner:
         self.record.set_group([worker.worker_id for worker in group])
         self.record.move_to(LoadState.LOAD_STATE_PLANNING)
         planned = await self._planners.run(self._plan)
+        proofs = await self._planners.run(self._prove, planned)
         self.record.set_plan(planned)
         self.record.move_to(LoadState.LOAD_STATE_PREPARING)
-        endpoints = await self._prepare(group, planned)
+        endpoints = await self._prepare(group, planned, proofs)
+        alone = [rank for rank, endpoint in enumerate(endpoints) if endpoint.reads_itself]
+        self.record.set_sources(alone, planned.bytes_read(alone))
         self.record.move_to(LoadState.LOAD_STATE_STREAMING)
         job = StartStream(self.record.load_id, planned.plan, planned.chunk_bytes, endpoints)
         await self._stream(job, self._on_event)
@@ -185,15 +195,38 @@ class LoadRunner:
         request = self._request
         return plan_chunks(request.read(), request.tp, request.options, request.window_bytes)
 
+    def _prove(self, planned: PlannedLoad) -> list[FileProof]:
+        """Make what workers need to read for themselves; nothing where none of them is to."""
+        if not any(self._may_read_itself(planned, rank) for rank in range(planned.plan.tp)):
+            return []
+        return [prove(file) for file in planned.plan.files.values()]
+
+    def _may_read_itself(self, planned: PlannedLoad, rank: int) -> bool:
+        if self._request.source == WeightSource.WEIGHT_SOURCE_AUTO:
+            most = planned.totals[rank].wire_bytes * MOST_READ_ALONE
+            return planned.read_alone_bytes[rank] <= most
+        return self._request.source == WeightSource.WEIGHT_SOURCE_LOCAL
+
     async def _prepare(
-        self, group: Sequence[WorkerRecord], planned: PlannedLoad
+        self,
+        group: Sequence[WorkerRecord],
+        planned: PlannedLoad,
+        proofs: Sequence[FileProof],
     ) -> tuple[RankEndpoint, ...]:
         self._clients = [
             self._connect(worker.worker_id, worker.registration.address) for worker in group
         ]
 
         async def prepare(rank: int) -> RankEndpoint:
-            pages = manifest_pages(self.record.load_id, planned.plan, rank, planned.chunks[rank])
+            itself = self._may_read_itself(planned, rank)
+            pages = manifest_pages(
+                self.record.load_id,
+                planned.plan,
+                rank,
+                planned.chunks[rank],
+                self._request.source if itself else WeightSource.WEIGHT_SOURCE_COORDINATOR,
+                proofs if itself else (),
+            )
             answer = await self._clients[rank].prepare(pages)
             self.record.set_rank(rank, RankState.RANK_STATE_PREPARED)
             registration = group[rank].registration
@@ -204,6 +237,7 @@ class LoadRunner:
                 answer.token,
                 registration.device,
                 registration.host,
+                answer.source == WeightSource.WEIGHT_SOURCE_LOCAL,
             )
 
         # One refusal does not cut the others short: their answers say what they hold.

@@ -20,6 +20,7 @@ from loader_service.coordinator.planning import PlannedLoad, plan_chunks
 from loader_service.coordinator.record import LoadRecord, is_settled
 from loader_service.coordinator.registry import WorkerRecord
 from loader_service.coordinator.replay import RequestReplay
+from loader_service.errors import InvalidRequest
 from loader_service.plan.planner import PlanOptions, UnknownTensorPolicy
 from loader_service.plan.slices import TensorPlan
 from loader_service.plan.tied import TiedHeadPolicy
@@ -27,6 +28,7 @@ from loader_service.serving.access import METHOD_ROLES, caller, require
 from loader_service.serving.paging import paginate
 from loader_service.texts import MOST_NAME_BYTES, cut, short_warnings
 from loader_service.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+from loader_service.v1.types_pb2 import WeightSource
 
 __all__ = ["CoordinatorServicer"]
 
@@ -181,6 +183,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 options=_plan_options(request.options),
                 allow_trailing_bytes=request.options.allow_trailing_bytes,
                 owner=caller.get().name,
+                source=_source(request.source),
             )
             return coordinator_pb2.LoadResponse(load=record.message())
 
@@ -337,6 +340,14 @@ def _plan_options(options: types_pb2.PlanOptions) -> PlanOptions:
         tied_head=_TIED.get(options.tied_head, TiedHeadPolicy.VERIFY),
         unknown_tensors=_UNKNOWN.get(options.unknown_tensors, UnknownTensorPolicy.REFUSE),
     )
+
+
+def _source(source: WeightSource.ValueType) -> WeightSource.ValueType:
+    if source == WeightSource.WEIGHT_SOURCE_UNSPECIFIED:
+        return WeightSource.WEIGHT_SOURCE_AUTO
+    if source not in WeightSource.values():
+        raise InvalidRequest(f"source {source} is not known", field="source")
+    return source
 
 
 def _catalog_tensor(tensor: TensorInfo) -> coordinator_pb2.CatalogTensor:

@@ -12,6 +12,7 @@ from loader_service.errors import LoaderError
 from loader_service.plan.slices import LoadPlan
 
 __all__ = [
+    "LOCAL_LANES",
     "CancelStream",
     "Command",
     "Event",
@@ -25,6 +26,10 @@ __all__ = [
 ]
 
 
+LOCAL_LANES = "local"
+"""What is said to carry the bytes of a rank whose worker reads them from the files."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEndpoint:
     """Where a rank's slices go.
@@ -36,6 +41,7 @@ class RankEndpoint:
         token: one-time token that opens it.
         device: device that the slices go to.
         machine: name of the worker's machine.
+        reads_itself: the worker reads its slices from the files; it is only listened to.
     """
 
     worker_id: str
@@ -44,6 +50,7 @@ class RankEndpoint:
     token: bytes
     device: str = "numpy"
     machine: str = ""
+    reads_itself: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

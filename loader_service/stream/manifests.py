@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from loader_kernels import digest
-from loader_service.plan.slices import LoadPlan, Slice
+from loader_service.checkpoint.catalog import TensorInfo
+from loader_service.plan.slices import LoadPlan, Slice, TensorPlan
 from loader_service.stream.chunks import Chunk
+from loader_service.stream.proof import FileProof
 from loader_service.v1 import worker_pb2
+from loader_service.v1.types_pb2 import WeightSource
 
 __all__ = ["manifest_pages"]
 
@@ -17,7 +20,12 @@ PAGE_BYTES = 1 << 20
 
 
 def manifest_pages(
-    load_id: str, plan: LoadPlan, rank: int, chunks: Sequence[Chunk]
+    load_id: str,
+    plan: LoadPlan,
+    rank: int,
+    chunks: Sequence[Chunk],
+    source: WeightSource.ValueType = WeightSource.WEIGHT_SOURCE_COORDINATOR,
+    proofs: Sequence[FileProof] = (),
 ) -> Iterator[worker_pb2.PrepareLoadRequest]:
     """Yield the messages that tell a worker what it will keep and how it arrives.
 
@@ -26,6 +34,8 @@ def manifest_pages(
         plan: the plan.
         rank: the worker's rank.
         chunks: the rank's chunks.
+        source: where the worker may take the bytes from.
+        proofs: those of the plan's files, unless the coordinator sends everything.
     """
     slices = plan.rank_slices(rank)
     yield worker_pb2.PrepareLoadRequest(
@@ -37,13 +47,21 @@ def manifest_pages(
             slice_count=len(slices),
             chunk_count=len(chunks),
             resident_bytes=sum(piece.nbytes for piece in slices),
+            source=source,
         )
     )
     page = worker_pb2.ManifestPage()
     size = 0
-    entries = itertools.chain(map(_slice, slices), map(_chunk, chunks))
+    positions = {proof.name: position for position, proof in enumerate(proofs)}
+    entries = itertools.chain(
+        map(_file, proofs),
+        (_slice(tensor, tensor.slices[rank], positions) for tensor in plan.tensors),
+        map(_chunk, chunks),
+    )
     for entry in entries:
-        if isinstance(entry, worker_pb2.ManifestSlice):
+        if isinstance(entry, worker_pb2.ManifestFile):
+            page.files.append(entry)
+        elif isinstance(entry, worker_pb2.ManifestSlice):
             page.slices.append(entry)
         elif isinstance(entry, worker_pb2.ManifestChunk):
             page.chunks.append(entry)
@@ -55,14 +73,52 @@ def manifest_pages(
         yield worker_pb2.PrepareLoadRequest(body=page)
 
 
-def _slice(piece: Slice) -> worker_pb2.ManifestSlice:
-    return worker_pb2.ManifestSlice(
+def _file(proof: FileProof) -> worker_pb2.ManifestFile:
+    return worker_pb2.ManifestFile(
+        name=proof.name,
+        path=proof.path,
+        size_bytes=proof.size,
+        header_bytes=proof.header_bytes,
+        header_sha256=proof.header_sha256,
+        sample_offsets=proof.sample_offsets,
+        sample_bytes=proof.sample_bytes,
+        samples_sha256=proof.samples_sha256,
+    )
+
+
+def _slice(
+    tensor: TensorPlan, piece: Slice, positions: Mapping[str, int]
+) -> worker_pb2.ManifestSlice:
+    message = worker_pb2.ManifestSlice(
         name=piece.name,
         dtype=piece.dtype,
         shape=piece.shape,
         wire_bytes=piece.wire_bytes,
         padding_rows=piece.padding_rows,
         aliases=piece.aliases,
+    )
+    if positions:
+        message.origin.tensor.CopyFrom(_tensor(tensor.source, positions))
+        if tensor.twin is not None:
+            message.origin.twin.CopyFrom(_tensor(tensor.twin, positions))
+        for run in piece.runs:
+            message.origin.runs.add(
+                source_offset_bytes=run.source_offset,
+                source_stride_bytes=run.source_stride,
+                local_offset_bytes=run.local_offset,
+                local_stride_bytes=run.local_stride,
+                length_bytes=run.length,
+                count=run.count,
+            )
+    return message
+
+
+def _tensor(tensor: TensorInfo, positions: Mapping[str, int]) -> worker_pb2.ManifestTensor:
+    return worker_pb2.ManifestTensor(
+        name=tensor.name,
+        file_index=positions[tensor.file],
+        offset_bytes=tensor.offset,
+        length_bytes=tensor.nbytes,
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ from loader_kernels.digest import BLOCK_BYTES, HASH_BYTES, extend_with_zeros, ha
 from loader_service.checkpoint.catalog import CheckpointFile, TensorInfo
 from loader_service.checkpoint.files import file_identity
 from loader_service.errors import DataLoss, TiedHeadDiffers
-from loader_service.plan.slices import Slice, StridedRun, TensorPlan
+from loader_service.plan.slices import Slice, StridedRun
 
 __all__ = [
     "OpenFiles",
+    "Readable",
     "Target",
     "fill_targets",
+    "is_short",
     "read_range",
     "read_tensor",
     "with_zero_rows",
@@ -39,14 +41,21 @@ _SHORT_BYTES = 64 << 10
 
 
 class OpenFiles:
-    """A checkpoint's files, held open for one load. Owned by the load; `close` ends it."""
+    """A checkpoint's files, held open for one load. Owned by the load; `close` ends it.
 
-    def __init__(self, files: Mapping[str, CheckpointFile]) -> None:
+    Attributes:
+        reads_rows_whole: rows of which the reader wants only short parts are read whole. That is for
+            who reads one rank's columns alone: the page cache gives the rest of a row for less than the
+            system calls cost that would leave it out. Otherwise no byte is read in vain.
+    """
+
+    def __init__(self, files: Mapping[str, CheckpointFile], reads_rows_whole: bool = False) -> None:
         """Open every file and check that it is the one that was planned.
 
         Raises:
             DataLoss: FILE_CHANGED or READ_FAILED; nothing stays open then.
         """
+        self.reads_rows_whole = reads_rows_whole
         self._files = dict(files)
         self._descriptors: dict[str, int] = {}
         try:
@@ -83,6 +92,20 @@ class OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
+class Readable(Protocol):
+    """What reading a tensor needs to know of it; a `TensorPlan` is one."""
+
+    @property
+    def source(self) -> TensorInfo:
+        """The tensor in the checkpoint."""
+        ...
+
+    @property
+    def twin(self) -> TensorInfo | None:
+        """A tensor that must hold the same bytes and is compared."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """Where a part of a slice is to be read to.
@@ -98,7 +121,7 @@ class Target:
     view: memoryview
 
 
-def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target]) -> list[bytes]:
+def read_tensor(files: OpenFiles, tensor: Readable, targets: Sequence[Target]) -> list[bytes]:
     """Fill the targets, which must be parts of distinct slices of `tensor`, and hash them.
 
     Args:
@@ -115,7 +138,7 @@ def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target])
         TiedHeadDiffers: the twin holds other bytes.
     """
     reader = _TensorReader(files, tensor)
-    bands, fragments = _divide(targets)
+    bands, fragments = _divide(targets, tensor.source.nbytes if files.reads_rows_whole else 0)
     if len(targets) == 1 and len(fragments) == 1 and not bands:
         hashes = [reader.read_and_hash(fragments[0])]
     else:
@@ -133,9 +156,16 @@ def read_tensor(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target])
     ]
 
 
-def fill_targets(files: OpenFiles, tensor: TensorPlan, targets: Sequence[Target]) -> None:
+def fill_targets(files: OpenFiles, tensor: Readable, targets: Sequence[Target]) -> None:
     """Fill the targets as `read_tensor` does, without hashing; they may begin at any byte."""
-    _TensorReader(files, tensor).read(*_divide(targets))
+    _TensorReader(files, tensor).read(
+        *_divide(targets, tensor.source.nbytes if files.reads_rows_whole else 0)
+    )
+
+
+def is_short(run: StridedRun) -> bool:
+    """Say whether the pieces of a run are too short to be worth a system call each."""
+    return run.count > 1 and run.length < _SHORT_BYTES and run.source_stride <= _READ_BYTES
 
 
 def _tail(view: memoryview, count: int) -> memoryview:
@@ -163,7 +193,7 @@ def with_zero_rows(
     return hashes[:whole] + extend_with_zeros(hashes[whole:], begun, zeros)
 
 
-def read_range(files: OpenFiles, tensor: TensorPlan, offset: int, view: memoryview) -> None:
+def read_range(files: OpenFiles, tensor: Readable, offset: int, view: memoryview) -> None:
     """Fill `view` with the tensor's bytes from `offset` on.
 
     Raises:
@@ -207,12 +237,12 @@ class _Band:
     columns: tuple[_Column, ...]
 
 
-def _divide(targets: Sequence[Target]) -> tuple[list[_Band], list[_Fragment]]:
+def _divide(targets: Sequence[Target], in_vain_bytes: int) -> tuple[list[_Band], list[_Fragment]]:
     """Say what is to be read row by row and what piece by piece.
 
     Short pieces at equal distances are cheaper to read with their neighbours, a run of whole rows
-    at once, and to copy apart; but only where the targets want every byte of the rows, since no byte
-    may be read in vain or twice.
+    at once, and to copy apart; but only where the targets want every byte of the rows, or where the
+    rows lie in the first `in_vain_bytes` of the tensor, which may be read in vain.
     """
     columns: defaultdict[tuple[int, int, int], list[_Column]] = defaultdict(list)
     fragments: list[_Fragment] = []
@@ -220,7 +250,7 @@ def _divide(targets: Sequence[Target]) -> tuple[list[_Band], list[_Fragment]]:
     for target in targets:
         for run in target.piece.runs:
             first, last = _whole_pieces(target, run)
-            if last - first < 2 or run.length >= _SHORT_BYTES or run.source_stride > _READ_BYTES:
+            if last - first < 2 or not is_short(run):
                 fragments += _fragments(target, run, 0, run.count)
                 continue
             fragments += _fragments(target, run, 0, first)
@@ -231,8 +261,11 @@ def _divide(targets: Sequence[Target]) -> tuple[list[_Band], list[_Fragment]]:
             parts[band].append((target, run))
     bands = []
     for band, members in columns.items():
-        if _cover(members, band[2]):
-            bands.append(_Band(band[0], band[2], tuple(members)))
+        first, rows, row_bytes = band
+        if _cover(members, row_bytes) or (
+            (first + rows) * row_bytes <= in_vain_bytes and _inside(members, row_bytes)
+        ):
+            bands.append(_Band(first, row_bytes, tuple(members)))
         else:
             for target, run in parts[band]:
                 fragments += _fragments(target, run, *_whole_pieces(target, run))
@@ -268,6 +301,11 @@ def _cover(columns: list[_Column], row_bytes: int) -> bool:
     return position == row_bytes
 
 
+def _inside(columns: list[_Column], row_bytes: int) -> bool:
+    """Say whether no column goes beyond the end of a row."""
+    return all(column.offset + column.pieces.shape[1] <= row_bytes for column in columns)
+
+
 def _fragments(target: Target, run: StridedRun, first: int, last: int) -> Iterator[_Fragment]:
     """Yield the parts of pieces [first, last) of a run that lie in the target."""
     begin, end = target.begin, target.begin + len(target.view)
@@ -285,7 +323,7 @@ def _fragments(target: Target, run: StridedRun, first: int, last: int) -> Iterat
 class _TensorReader:
     """Reads one tensor, and its twin along with it."""
 
-    def __init__(self, files: OpenFiles, tensor: TensorPlan) -> None:
+    def __init__(self, files: OpenFiles, tensor: Readable) -> None:
         self._files = files
         self._source = tensor.source
         self._twin = tensor.twin

@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 
 from loader_kernels import digest
 from loader_service.errors import LoaderError, WorkerLost
-from loader_service.plan.slices import Slice, TensorPlan
+from loader_service.plan.slices import Slice
 from loader_service.stream import wire
-from loader_service.stream.chunks import Chunk, Step, plan_steps, rank_chunks
-from loader_service.stream.feed import Feed, Payload
+from loader_service.stream.chunks import Chunk, plan_steps, rank_chunks
+from loader_service.stream.feed import Feed
 from loader_service.stream.jobs import RankEndpoint, StartStream
+from loader_service.stream.payloads import Payload, step_payloads
 from loader_service.stream.reader import OpenFiles
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, PeerLostError, Transport
 
-__all__ = ["LoadSender", "step_payloads"]
+__all__ = ["LoadSender"]
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 
@@ -111,6 +112,7 @@ class LoadSender:
 
     async def _send_steps(self, files: OpenFiles) -> None:
         next_index = [0] * len(self._links)
+        served = [rank for rank, end in enumerate(self._job.endpoints) if not end.reads_itself]
         ahead = asyncio.Semaphore(self._feed.steps_at_once)
 
         def release(slots: list[Any], _: asyncio.Task[None]) -> None:
@@ -122,7 +124,9 @@ class LoadSender:
                 indices = tuple(next_index)
                 for rank, chunk in enumerate(step.chunks):
                     next_index[rank] += chunk is not None
-                payloads = step_payloads(step, self._job.plan.tensors)
+                payloads = step_payloads(step, self._job.plan.tensors, served)
+                if not payloads:
+                    continue
                 size = self._job.chunk_bytes
                 await ahead.acquire()
                 slots = await self._feed.acquire(size, sum(p.nbytes > 0 for p in payloads))
@@ -140,7 +144,8 @@ class LoadSender:
         spare = list(slots)
         for payload in payloads:
             payload.slot = spare.pop() if payload.nbytes else None
-        for part in await self._feed.fill(files, self._job.plan.tensors, payloads):
+        places = [place for payload in payloads for place in payload.places()]
+        for part in await self._feed.fill(files, self._job.plan.tensors, places):
             self._digests[id(part.piece)].add(part.begin, part.hashes)
         async with asyncio.TaskGroup() as group:
             for payload in payloads:
@@ -160,20 +165,6 @@ class LoadSender:
         if ended:
             record = b"".join([await slice_digest.value() for slice_digest in ended])
             await link.send(wire.end_tag(index), bytearray(record))
-
-
-def step_payloads(step: Step, tensors: Sequence[TensorPlan]) -> list[Payload]:
-    """Group the ranks of a step whose chunks hold the same slices."""
-    distinct: dict[tuple[int, ...], Payload] = {}
-    for rank, chunk in enumerate(step.chunks):
-        if chunk is None:
-            continue
-        parts = tuple(
-            (tensors[extent.slice_index].slices[rank], extent) for extent in chunk.extents
-        )
-        key = tuple(id(piece) for piece, _ in parts)
-        distinct.setdefault(key, Payload(parts, [])).ranks.append(rank)
-    return list(distinct.values())
 
 
 class _SliceDigest:

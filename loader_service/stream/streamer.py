@@ -21,6 +21,7 @@ from loader_service.errors import InternalError, LoadCancelled, LoaderError
 from loader_service.logs import log_to_stderr
 from loader_service.stream.feed import DeviceFeed, Feed, HostFeed
 from loader_service.stream.jobs import (
+    LOCAL_LANES,
     CancelStream,
     StartStream,
     StreamConnected,
@@ -90,8 +91,14 @@ class Streamer:
             reporter = asyncio.create_task(self._report(job.load_id, sender))
 
             async def connected(lanes: tuple[str, ...]) -> None:
-                if feed.name:
-                    lanes = tuple(f"{lane},through {feed.name}" for lane in lanes)
+                lanes = tuple(
+                    LOCAL_LANES
+                    if endpoint.reads_itself
+                    else f"{lane},through {feed.name}"
+                    if feed.name
+                    else lane
+                    for lane, endpoint in zip(lanes, job.endpoints, strict=True)
+                )
                 await write_message(self._writer, StreamConnected(job.load_id, lanes))
 
             await sender.run(connected)
@@ -116,6 +123,7 @@ class Streamer:
         near = all(
             endpoint.device.startswith("cuda") and endpoint.machine == here
             for endpoint in job.endpoints
+            if not endpoint.reads_itself
         )
         return self._device_feed if self._device_feed and near else self._host_feed
 

@@ -683,12 +683,15 @@ class LoadRequest(_message.Message):
     WAIT_FOR_WORKERS_DURATION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path on the coordinator, relative to its model root or absolute inside it."""
     tp: _builtins.int
     """Ranks of the group; at least 1."""
     request_id: _builtins.str
     """Repeating a request with the same id gives the same answer."""
+    source: _types_pb2.WeightSource.ValueType
+    """Where the bytes may come from."""
     @_builtins.property
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers in rank order; empty lets the coordinator choose idle ones."""
@@ -710,10 +713,11 @@ class LoadRequest(_message.Message):
         wait_for_workers_duration: _duration_pb2.Duration | None = ...,
         options: _types_pb2.PlanOptions | None = ...,
         request_id: _builtins.str = ...,
+        source: _types_pb2.WeightSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "wait_for_workers_duration", b"wait_for_workers_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "path", b"path", "request_id", b"request_id", "tp", b"tp", "wait_for_workers_duration", b"wait_for_workers_duration", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "path", b"path", "request_id", b"request_id", "source", b"source", "tp", b"tp", "wait_for_workers_duration", b"wait_for_workers_duration", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -265,6 +265,38 @@ UNKNOWN_TENSOR_POLICY_REPLICATE: UnknownTensorPolicy.ValueType  # 2
 """Put the whole tensor on every rank."""
 Global___UnknownTensorPolicy: _TypeAlias = UnknownTensorPolicy  # noqa: Y015
 
+class _WeightSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHT_SOURCE_UNSPECIFIED: _WeightSource.ValueType  # 0
+    """In a request the same as AUTO."""
+    WEIGHT_SOURCE_AUTO: _WeightSource.ValueType  # 1
+    """LOCAL for a rank whose worker can open the same files and would read at most half as much again
+    as the rank keeps; else COORDINATOR.
+    """
+    WEIGHT_SOURCE_COORDINATOR: _WeightSource.ValueType  # 2
+    """The coordinator reads each byte once and sends it."""
+    WEIGHT_SOURCE_LOCAL: _WeightSource.ValueType  # 3
+    """Every worker reads what it keeps; a load whose worker cannot is refused."""
+
+class WeightSource(_WeightSource, metaclass=_WeightSourceEnumTypeWrapper):
+    """Where a rank's payload bytes come from."""
+
+WEIGHT_SOURCE_UNSPECIFIED: WeightSource.ValueType  # 0
+"""In a request the same as AUTO."""
+WEIGHT_SOURCE_AUTO: WeightSource.ValueType  # 1
+"""LOCAL for a rank whose worker can open the same files and would read at most half as much again
+as the rank keeps; else COORDINATOR.
+"""
+WEIGHT_SOURCE_COORDINATOR: WeightSource.ValueType  # 2
+"""The coordinator reads each byte once and sends it."""
+WEIGHT_SOURCE_LOCAL: WeightSource.ValueType  # 3
+"""Every worker reads what it keeps; a load whose worker cannot is refused."""
+Global___WeightSource: _TypeAlias = WeightSource  # noqa: Y015
+
 @_typing.final
 class PlanOptions(_message.Message):
     """How a checkpoint is to be read and cut."""
@@ -400,7 +432,9 @@ class RankProgress(_message.Message):
     bytes_per_second: _builtins.float
     """Landed bytes per second, averaged over the last seconds."""
     transport: _builtins.str
-    """Data lanes that UCX uses for this rank, as ucp_ep_query names them."""
+    """Data lanes that UCX uses for this rank, as ucp_ep_query names them; `local` for a rank whose worker
+    reads its bytes itself.
+    """
     verified: _builtins.bool
     """True once every slice's landed digest equals the expected one."""
     state: Global___RankState.ValueType
@@ -532,9 +566,9 @@ class Load(_message.Message):
     replicas: _builtins.int
     """Copies of the model."""
     source_bytes: _builtins.int
-    """Payload bytes that the coordinator reads."""
+    """Payload bytes read from the files, by the coordinator and by workers that read for themselves."""
     wire_bytes: _builtins.int
-    """Payload bytes sent to all ranks."""
+    """Payload bytes of all ranks, sent to them or read by their workers."""
     resident_bytes: _builtins.int
     """Device bytes over all ranks."""
     revision: _builtins.int

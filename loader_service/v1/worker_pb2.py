@@ -26,7 +26,7 @@ from loader_service.v1 import coordinator_pb2 as loader__service_dot_v1_dot_coor
 from loader_service.v1 import types_pb2 as loader__service_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloader_service/v1/worker.proto\x12\x11loader_service.v1\x1a#loader_service/v1/coordinator.proto\x1a\x1dloader_service/v1/types.proto\"\x12\n\x10GetStatusRequest\"D\n\x11GetStatusResponse\x12/\n\x06status\x18\x01 \x01(\x0b\x32\x1f.loader_service.v1.WorkerStatus\"\x14\n\x12WatchStatusRequest\"F\n\x13WatchStatusResponse\x12/\n\x06status\x18\x01 \x01(\x0b\x32\x1f.loader_service.v1.WorkerStatus\"\xb8\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12.\n\x06memory\x18\x04 \x01(\x0b\x32\x1e.loader_service.v1.MemoryUsage\x12,\n\x05loads\x18\x05 \x03(\x0b\x32\x1d.loader_service.v1.WorkerLoad\x12\x12\n\nregistered\x18\x06 \x01(\x08\"d\n\x12ListTensorsRequest\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_sha256\x18\x02 \x01(\x08\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"m\n\x13ListTensorsResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12/\n\x07tensors\x18\x02 \x03(\x0b\x32\x1e.loader_service.v1.TensorSlice\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\x97\x01\n\x0eManifestHeader\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\n\n\x02tp\x18\x03 \x01(\x05\x12\x18\n\x10\x64igest_algorithm\x18\x04 \x01(\t\x12\x13\n\x0bslice_count\x18\x05 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x06 \x01(\x03\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x03\"v\n\rManifestSlice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x12\n\nwire_bytes\x18\x04 \x01(\x03\x12\x14\n\x0cpadding_rows\x18\x05 \x01(\x03\x12\x0f\n\x07\x61liases\x18\x06 \x03(\t\"Q\n\x0eManifestExtent\x12\x13\n\x0bslice_index\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x03\"C\n\rManifestChunk\x12\x32\n\x07\x65xtents\x18\x01 \x03(\x0b\x32!.loader_service.v1.ManifestExtent\"r\n\x0cManifestPage\x12\x30\n\x06slices\x18\x01 \x03(\x0b\x32 .loader_service.v1.ManifestSlice\x12\x30\n\x06\x63hunks\x18\x02 \x03(\x0b\x32 .loader_service.v1.ManifestChunk\"\x82\x01\n\x12PrepareLoadRequest\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.loader_service.v1.ManifestHeaderH\x00\x12/\n\x04\x62ody\x18\x02 \x01(\x0b\x32\x1f.loader_service.v1.ManifestPageH\x00\x42\x06\n\x04page\"J\n\x13PrepareLoadResponse\x12\x11\n\tdata_host\x18\x01 \x01(\t\x12\x11\n\tdata_port\x18\x02 \x01(\x05\x12\r\n\x05token\x18\x03 \x01(\x0c\"$\n\x11\x43ommitLoadRequest\x12\x0f\n\x07load_id\x18\x01 \x01(\t\"D\n\x12\x43ommitLoadResponse\x12.\n\x06memory\x18\x01 \x01(\x0b\x32\x1e.loader_service.v1.MemoryUsage\"#\n\x10\x41\x62ortLoadRequest\x12\x0f\n\x07load_id\x18\x01 \x01(\t\"C\n\x11\x41\x62ortLoadResponse\x12.\n\x06memory\x18\x01 \x01(\x0b\x32\x1e.loader_service.v1.MemoryUsage2\xb8\x04\n\rWorkerService\x12V\n\tGetStatus\x12#.loader_service.v1.GetStatusRequest\x1a$.loader_service.v1.GetStatusResponse\x12^\n\x0bWatchStatus\x12%.loader_service.v1.WatchStatusRequest\x1a&.loader_service.v1.WatchStatusResponse0\x01\x12\\\n\x0bListTensors\x12%.loader_service.v1.ListTensorsRequest\x1a&.loader_service.v1.ListTensorsResponse\x12^\n\x0bPrepareLoad\x12%.loader_service.v1.PrepareLoadRequest\x1a&.loader_service.v1.PrepareLoadResponse(\x01\x12Y\n\nCommitLoad\x12$.loader_service.v1.CommitLoadRequest\x1a%.loader_service.v1.CommitLoadResponse\x12V\n\tAbortLoad\x12#.loader_service.v1.AbortLoadRequest\x1a$.loader_service.v1.AbortLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloader_service/v1/worker.proto\x12\x11loader_service.v1\x1a#loader_service/v1/coordinator.proto\x1a\x1dloader_service/v1/types.proto\"\x12\n\x10GetStatusRequest\"D\n\x11GetStatusResponse\x12/\n\x06status\x18\x01 \x01(\x0b\x32\x1f.loader_service.v1.WorkerStatus\"\x14\n\x12WatchStatusRequest\"F\n\x13WatchStatusResponse\x12/\n\x06status\x18\x01 \x01(\x0b\x32\x1f.loader_service.v1.WorkerStatus\"\xb8\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12.\n\x06memory\x18\x04 \x01(\x0b\x32\x1e.loader_service.v1.MemoryUsage\x12,\n\x05loads\x18\x05 \x03(\x0b\x32\x1d.loader_service.v1.WorkerLoad\x12\x12\n\nregistered\x18\x06 \x01(\x08\"d\n\x12ListTensorsRequest\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_sha256\x18\x02 \x01(\x08\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"m\n\x13ListTensorsResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12/\n\x07tensors\x18\x02 \x03(\x0b\x32\x1e.loader_service.v1.TensorSlice\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xc8\x01\n\x0eManifestHeader\x12\x0f\n\x07load_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\n\n\x02tp\x18\x03 \x01(\x05\x12\x18\n\x10\x64igest_algorithm\x18\x04 \x01(\t\x12\x13\n\x0bslice_count\x18\x05 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x06 \x01(\x03\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x03\x12/\n\x06source\x18\x08 \x01(\x0e\x32\x1f.loader_service.v1.WeightSource\"\xb1\x01\n\x0cManifestFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cheader_bytes\x18\x04 \x01(\x03\x12\x15\n\rheader_sha256\x18\x05 \x01(\x0c\x12\x16\n\x0esample_offsets\x18\x06 \x03(\x03\x12\x14\n\x0csample_bytes\x18\x07 \x01(\x03\x12\x16\n\x0esamples_sha256\x18\x08 \x01(\x0c\"\xa4\x01\n\x0bManifestRun\x12\x1b\n\x13source_offset_bytes\x18\x01 \x01(\x03\x12\x1b\n\x13source_stride_bytes\x18\x02 \x01(\x03\x12\x1a\n\x12local_offset_bytes\x18\x03 \x01(\x03\x12\x1a\n\x12local_stride_bytes\x18\x04 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x05 \x01(\x03\x12\r\n\x05\x63ount\x18\x06 \x01(\x03\"^\n\x0eManifestTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfile_index\x18\x02 \x01(\x05\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x04 \x01(\x03\"\xa2\x01\n\x0eManifestOrigin\x12\x31\n\x06tensor\x18\x01 \x01(\x0b\x32!.loader_service.v1.ManifestTensor\x12/\n\x04twin\x18\x02 \x01(\x0b\x32!.loader_service.v1.ManifestTensor\x12,\n\x04runs\x18\x03 \x03(\x0b\x32\x1e.loader_service.v1.ManifestRun\"\xa9\x01\n\rManifestSlice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x12\n\nwire_bytes\x18\x04 \x01(\x03\x12\x14\n\x0cpadding_rows\x18\x05 \x01(\x03\x12\x0f\n\x07\x61liases\x18\x06 \x03(\t\x12\x31\n\x06origin\x18\x07 \x01(\x0b\x32!.loader_service.v1.ManifestOrigin\"Q\n\x0eManifestExtent\x12\x13\n\x0bslice_index\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x03\"C\n\rManifestChunk\x12\x32\n\x07\x65xtents\x18\x01 \x03(\x0b\x32!.loader_service.v1.ManifestExtent\"\xa2\x01\n\x0cManifestPage\x12\x30\n\x06slices\x18\x01 \x03(\x0b\x32 .loader_service.v1.ManifestSlice\x12\x30\n\x06\x63hunks\x18\x02 \x03(\x0b\x32 .loader_service.v1.ManifestChunk\x12.\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1f.loader_service.v1.ManifestFile\"\x82\x01\n\x12PrepareLoadRequest\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.loader_service.v1.ManifestHeaderH\x00\x12/\n\x04\x62ody\x18\x02 \x01(\x0b\x32\x1f.loader_service.v1.ManifestPageH\x00\x42\x06\n\x04page\"\x96\x01\n\x13PrepareLoadResponse\x12\x11\n\tdata_host\x18\x01 \x01(\t\x12\x11\n\tdata_port\x18\x02 \x01(\x05\x12\r\n\x05token\x18\x03 \x01(\x0c\x12/\n\x06source\x18\x04 \x01(\x0e\x32\x1f.loader_service.v1.WeightSource\x12\x19\n\x11not_local_because\x18\x05 \x01(\t\"$\n\x11\x43ommitLoadRequest\x12\x0f\n\x07load_id\x18\x01 \x01(\t\"D\n\x12\x43ommitLoadResponse\x12.\n\x06memory\x18\x01 \x01(\x0b\x32\x1e.loader_service.v1.MemoryUsage\"#\n\x10\x41\x62ortLoadRequest\x12\x0f\n\x07load_id\x18\x01 \x01(\t\"C\n\x11\x41\x62ortLoadResponse\x12.\n\x06memory\x18\x01 \x01(\x0b\x32\x1e.loader_service.v1.MemoryUsage2\xb8\x04\n\rWorkerService\x12V\n\tGetStatus\x12#.loader_service.v1.GetStatusRequest\x1a$.loader_service.v1.GetStatusResponse\x12^\n\x0bWatchStatus\x12%.loader_service.v1.WatchStatusRequest\x1a&.loader_service.v1.WatchStatusResponse0\x01\x12\\\n\x0bListTensors\x12%.loader_service.v1.ListTensorsRequest\x1a&.loader_service.v1.ListTensorsResponse\x12^\n\x0bPrepareLoad\x12%.loader_service.v1.PrepareLoadRequest\x1a&.loader_service.v1.PrepareLoadResponse(\x01\x12Y\n\nCommitLoad\x12$.loader_service.v1.CommitLoadRequest\x1a%.loader_service.v1.CommitLoadResponse\x12V\n\tAbortLoad\x12#.loader_service.v1.AbortLoadRequest\x1a$.loader_service.v1.AbortLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,27 +48,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTTENSORSRESPONSE']._serialized_start=594
   _globals['_LISTTENSORSRESPONSE']._serialized_end=703
   _globals['_MANIFESTHEADER']._serialized_start=706
-  _globals['_MANIFESTHEADER']._serialized_end=857
-  _globals['_MANIFESTSLICE']._serialized_start=859
-  _globals['_MANIFESTSLICE']._serialized_end=977
-  _globals['_MANIFESTEXTENT']._serialized_start=979
-  _globals['_MANIFESTEXTENT']._serialized_end=1060
-  _globals['_MANIFESTCHUNK']._serialized_start=1062
-  _globals['_MANIFESTCHUNK']._serialized_end=1129
-  _globals['_MANIFESTPAGE']._serialized_start=1131
-  _globals['_MANIFESTPAGE']._serialized_end=1245
-  _globals['_PREPARELOADREQUEST']._serialized_start=1248
-  _globals['_PREPARELOADREQUEST']._serialized_end=1378
-  _globals['_PREPARELOADRESPONSE']._serialized_start=1380
-  _globals['_PREPARELOADRESPONSE']._serialized_end=1454
-  _globals['_COMMITLOADREQUEST']._serialized_start=1456
-  _globals['_COMMITLOADREQUEST']._serialized_end=1492
-  _globals['_COMMITLOADRESPONSE']._serialized_start=1494
-  _globals['_COMMITLOADRESPONSE']._serialized_end=1562
-  _globals['_ABORTLOADREQUEST']._serialized_start=1564
-  _globals['_ABORTLOADREQUEST']._serialized_end=1599
-  _globals['_ABORTLOADRESPONSE']._serialized_start=1601
-  _globals['_ABORTLOADRESPONSE']._serialized_end=1668
-  _globals['_WORKERSERVICE']._serialized_start=1671
-  _globals['_WORKERSERVICE']._serialized_end=2239
+  _globals['_MANIFESTHEADER']._serialized_end=906
+  _globals['_MANIFESTFILE']._serialized_start=909
+  _globals['_MANIFESTFILE']._serialized_end=1086
+  _globals['_MANIFESTRUN']._serialized_start=1089
+  _globals['_MANIFESTRUN']._serialized_end=1253
+  _globals['_MANIFESTTENSOR']._serialized_start=1255
+  _globals['_MANIFESTTENSOR']._serialized_end=1349
+  _globals['_MANIFESTORIGIN']._serialized_start=1352
+  _globals['_MANIFESTORIGIN']._serialized_end=1514
+  _globals['_MANIFESTSLICE']._serialized_start=1517
+  _globals['_MANIFESTSLICE']._serialized_end=1686
+  _globals['_MANIFESTEXTENT']._serialized_start=1688
+  _globals['_MANIFESTEXTENT']._serialized_end=1769
+  _globals['_MANIFESTCHUNK']._serialized_start=1771
+  _globals['_MANIFESTCHUNK']._serialized_end=1838
+  _globals['_MANIFESTPAGE']._serialized_start=1841
+  _globals['_MANIFESTPAGE']._serialized_end=2003
+  _globals['_PREPARELOADREQUEST']._serialized_start=2006
+  _globals['_PREPARELOADREQUEST']._serialized_end=2136
+  _globals['_PREPARELOADRESPONSE']._serialized_start=2139
+  _globals['_PREPARELOADRESPONSE']._serialized_end=2289
+  _globals['_COMMITLOADREQUEST']._serialized_start=2291
+  _globals['_COMMITLOADREQUEST']._serialized_end=2327
+  _globals['_COMMITLOADRESPONSE']._serialized_start=2329
+  _globals['_COMMITLOADRESPONSE']._serialized_end=2397
+  _globals['_ABORTLOADREQUEST']._serialized_start=2399
+  _globals['_ABORTLOADREQUEST']._serialized_end=2434
+  _globals['_ABORTLOADRESPONSE']._serialized_start=2436
+  _globals['_ABORTLOADRESPONSE']._serialized_end=2503
+  _globals['_WORKERSERVICE']._serialized_start=2506
+  _globals['_WORKERSERVICE']._serialized_end=3074
 # @@protoc_insertion_point(module_scope)

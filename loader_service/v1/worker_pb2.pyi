@@ -227,6 +227,7 @@ class ManifestHeader(_message.Message):
     SLICE_COUNT_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     load_id: _builtins.str
     """Name of the load."""
     rank: _builtins.int
@@ -241,6 +242,10 @@ class ManifestHeader(_message.Message):
     """Chunks in the pages that follow."""
     resident_bytes: _builtins.int
     """Device bytes of all slices."""
+    source: _types_pb2.WeightSource.ValueType
+    """COORDINATOR: the streamer sends the bytes. AUTO or LOCAL: the worker reads them itself if it can open
+    the files that the pages name; if not, LOCAL is refused. The coordinator weighs AUTO before.
+    """
     def __init__(
         self,
         *,
@@ -251,14 +256,179 @@ class ManifestHeader(_message.Message):
         slice_count: _builtins.int = ...,
         chunk_count: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
+        source: _types_pb2.WeightSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "digest_algorithm", b"digest_algorithm", "load_id", b"load_id", "rank", b"rank", "resident_bytes", b"resident_bytes", "slice_count", b"slice_count", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "digest_algorithm", b"digest_algorithm", "load_id", b"load_id", "rank", b"rank", "resident_bytes", b"resident_bytes", "slice_count", b"slice_count", "source", b"source", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ManifestHeader: _TypeAlias = ManifestHeader  # noqa: Y015
+
+@_typing.final
+class ManifestFile(_message.Message):
+    """One file of the checkpoint, and what proves that another process opens the same one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    HEADER_BYTES_FIELD_NUMBER: _builtins.int
+    HEADER_SHA256_FIELD_NUMBER: _builtins.int
+    SAMPLE_OFFSETS_FIELD_NUMBER: _builtins.int
+    SAMPLE_BYTES_FIELD_NUMBER: _builtins.int
+    SAMPLES_SHA256_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name inside the checkpoint."""
+    path: _builtins.str
+    """Absolute path on the coordinator, links resolved."""
+    size_bytes: _builtins.int
+    """Bytes of the file."""
+    header_bytes: _builtins.int
+    """Bytes from the start of the file to the first payload byte."""
+    header_sha256: _builtins.bytes
+    """SHA-256 of these."""
+    sample_bytes: _builtins.int
+    """Bytes of each sample; the last may be cut off by the end of the file."""
+    samples_sha256: _builtins.bytes
+    """SHA-256 of all samples in that order."""
+    @_builtins.property
+    def sample_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where samples of the file begin, chosen anew for every load."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        header_bytes: _builtins.int = ...,
+        header_sha256: _builtins.bytes = ...,
+        sample_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        sample_bytes: _builtins.int = ...,
+        samples_sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header_bytes", b"header_bytes", "header_sha256", b"header_sha256", "name", b"name", "path", b"path", "sample_bytes", b"sample_bytes", "sample_offsets", b"sample_offsets", "samples_sha256", b"samples_sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestFile: _TypeAlias = ManifestFile  # noqa: Y015
+
+@_typing.final
+class ManifestRun(_message.Message):
+    """Bytes of a slice in a tensor, at equal distances; see `StridedRun`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_STRIDE_BYTES_FIELD_NUMBER: _builtins.int
+    LOCAL_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    LOCAL_STRIDE_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    source_offset_bytes: _builtins.int
+    """First byte of the first piece in the tensor."""
+    source_stride_bytes: _builtins.int
+    """Distance between the starts of two pieces in the tensor."""
+    local_offset_bytes: _builtins.int
+    """First byte of the first piece in the slice."""
+    local_stride_bytes: _builtins.int
+    """Distance between the starts of two pieces in the slice."""
+    length_bytes: _builtins.int
+    """Bytes of one piece."""
+    count: _builtins.int
+    """Number of pieces."""
+    def __init__(
+        self,
+        *,
+        source_offset_bytes: _builtins.int = ...,
+        source_stride_bytes: _builtins.int = ...,
+        local_offset_bytes: _builtins.int = ...,
+        local_stride_bytes: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "length_bytes", b"length_bytes", "local_offset_bytes", b"local_offset_bytes", "local_stride_bytes", b"local_stride_bytes", "source_offset_bytes", b"source_offset_bytes", "source_stride_bytes", b"source_stride_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestRun: _TypeAlias = ManifestRun  # noqa: Y015
+
+@_typing.final
+class ManifestTensor(_message.Message):
+    """A tensor in one of the manifest's files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FILE_INDEX_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Tensor name."""
+    file_index: _builtins.int
+    """Position of the file in the manifest."""
+    offset_bytes: _builtins.int
+    """First payload byte, from the start of the file."""
+    length_bytes: _builtins.int
+    """Payload bytes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        file_index: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_index", b"file_index", "length_bytes", b"length_bytes", "name", b"name", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestTensor: _TypeAlias = ManifestTensor  # noqa: Y015
+
+@_typing.final
+class ManifestOrigin(_message.Message):
+    """Where a slice is found in the files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    TWIN_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensor(self) -> Global___ManifestTensor:
+        """Tensor that the slice is cut from."""
+
+    @_builtins.property
+    def twin(self) -> Global___ManifestTensor:
+        """Tensor that must hold the same bytes."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestRun]:
+        """Where the slice's payload bytes are, in the order of the slice."""
+
+    def __init__(
+        self,
+        *,
+        tensor: Global___ManifestTensor | None = ...,
+        twin: Global___ManifestTensor | None = ...,
+        runs: _abc.Iterable[Global___ManifestRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor", "twin", b"twin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "tensor", b"tensor", "twin", b"twin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestOrigin: _TypeAlias = ManifestOrigin  # noqa: Y015
 
 @_typing.final
 class ManifestSlice(_message.Message):
@@ -272,6 +442,7 @@ class ManifestSlice(_message.Message):
     WIRE_BYTES_FIELD_NUMBER: _builtins.int
     PADDING_ROWS_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Tensor name."""
     dtype: _builtins.str
@@ -288,6 +459,10 @@ class ManifestSlice(_message.Message):
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names under which the same buffer is known."""
 
+    @_builtins.property
+    def origin(self) -> Global___ManifestOrigin:
+        """Where the worker finds it; absent when the coordinator sends it."""
+
     def __init__(
         self,
         *,
@@ -297,10 +472,11 @@ class ManifestSlice(_message.Message):
         wire_bytes: _builtins.int = ...,
         padding_rows: _builtins.int = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        origin: Global___ManifestOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "dtype", b"dtype", "name", b"name", "padding_rows", b"padding_rows", "shape", b"shape", "wire_bytes", b"wire_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "dtype", b"dtype", "name", b"name", "origin", b"origin", "padding_rows", b"padding_rows", "shape", b"shape", "wire_bytes", b"wire_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,6 +544,7 @@ class ManifestPage(_message.Message):
 
     SLICES_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestSlice]:
         """Slices, in the order of the manifest."""
@@ -376,15 +553,20 @@ class ManifestPage(_message.Message):
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestChunk]:
         """Chunks, in the order of the data plane."""
 
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestFile]:
+        """Files that slices are found in; absent when the coordinator sends everything."""
+
     def __init__(
         self,
         *,
         slices: _abc.Iterable[Global___ManifestSlice] | None = ...,
         chunks: _abc.Iterable[Global___ManifestChunk] | None = ...,
+        files: _abc.Iterable[Global___ManifestFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "files", b"files", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,22 +613,30 @@ class PrepareLoadResponse(_message.Message):
     DATA_HOST_FIELD_NUMBER: _builtins.int
     DATA_PORT_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NOT_LOCAL_BECAUSE_FIELD_NUMBER: _builtins.int
     data_host: _builtins.str
     """Host of the data-plane listener."""
     data_port: _builtins.int
     """Port of the data-plane listener."""
     token: _builtins.bytes
     """One-time token that the first data-plane message must carry."""
+    source: _types_pb2.WeightSource.ValueType
+    """LOCAL or COORDINATOR: where the bytes will come from."""
+    not_local_because: _builtins.str
+    """Why the worker does not read them itself although it was asked to."""
     def __init__(
         self,
         *,
         data_host: _builtins.str = ...,
         data_port: _builtins.int = ...,
         token: _builtins.bytes = ...,
+        source: _types_pb2.WeightSource.ValueType = ...,
+        not_local_because: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_host", b"data_host", "data_port", b"data_port", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_host", b"data_host", "data_port", b"data_port", "not_local_because", b"not_local_because", "source", b"source", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,11 +48,21 @@ def running(shared: Cluster) -> Cluster:
     return shared
 
 
-def begin(running: Cluster, checkpoint: Path) -> str:
+@pytest.fixture(params=["COORDINATOR", "LOCAL"])
+def source(request: pytest.FixtureRequest) -> types_pb2.WeightSource.ValueType:
+    """Who reads: the coordinator for all, or each worker for itself."""
+    return types_pb2.WeightSource.Value(f"WEIGHT_SOURCE_{request.param}")
+
+
+def begin(
+    running: Cluster,
+    checkpoint: Path,
+    source: types_pb2.WeightSource.ValueType = types_pb2.WEIGHT_SOURCE_COORDINATOR,
+) -> str:
     """Start a load and return when bytes have landed on both ranks."""
 
     async def work(client: AsyncLoaderClient) -> str:
-        started = await client.load(str(checkpoint), 2)
+        started = await client.load(str(checkpoint), 2, source=source)
         async for load in client.watch(started.load_id):
             if load.ranks and all(0 < rank.done_bytes < rank.total_bytes for rank in load.ranks):
                 return load.load_id
@@ -90,9 +100,9 @@ def assert_loads_work(running: Cluster) -> None:
 
 
 def test_a_killed_worker_fails_the_load_and_frees_the_others(
-    running: Cluster, checkpoint: Path
+    running: Cluster, checkpoint: Path, source: types_pb2.WeightSource.ValueType
 ) -> None:
-    load_id = begin(running, checkpoint)
+    load_id = begin(running, checkpoint, source)
     running.workers["w1"].kill()
     load, seconds = end_of(running, load_id)
     assert seconds < END_SECONDS
@@ -104,10 +114,10 @@ def test_a_killed_worker_fails_the_load_and_frees_the_others(
 
 
 def test_a_killed_streamer_fails_its_load_only_and_is_started_again(
-    running: Cluster, checkpoint: Path
+    running: Cluster, checkpoint: Path, source: types_pb2.WeightSource.ValueType
 ) -> None:
     """The failure tells the signal, not a time-out (A25)."""
-    load_id = begin(running, checkpoint)
+    load_id = begin(running, checkpoint, source)
     streamer = running.streamer()
     os.kill(streamer.pid, signal.SIGBUS)
     load, seconds = end_of(running, load_id)
@@ -122,9 +132,9 @@ def test_a_killed_streamer_fails_its_load_only_and_is_started_again(
 
 
 def test_a_cancelled_load_ends_and_gives_its_memory_back(
-    running: Cluster, checkpoint: Path
+    running: Cluster, checkpoint: Path, source: types_pb2.WeightSource.ValueType
 ) -> None:
-    load_id = begin(running, checkpoint)
+    load_id = begin(running, checkpoint, source)
     start = time.monotonic()
     result = running.loaderctl_json("cancel", load_id)
     assert result["state"] == "CANCELLED"

@@ -23,11 +23,12 @@ from loader_kernels.numpy_device import NumpyDevice
 from loader_service.errors import DataLoss, OutOfMemory
 from loader_service.plan.cuts import Even, Replicated, Vocab
 from loader_service.plan.slices import LoadPlan
-from loader_service.stream import feed as feed_module
+from loader_service.stream import filling
 from loader_service.stream.chunks import plan_steps
 from loader_service.stream.feed import DeviceFeed, Feed, HostFeed
+from loader_service.stream.filling import Place
+from loader_service.stream.payloads import Payload, step_payloads
 from loader_service.stream.reader import OpenFiles
-from loader_service.stream.sender import step_payloads
 from loader_service.stream.window import HostWindow
 from tests.checkpoints import random_tensor
 from tests.fake_cupy import fake_cupy
@@ -58,18 +59,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+def places_of(payloads: Sequence[Payload]) -> list[Place]:
+    return [place for payload in payloads for place in payload.places()]
+
+
 async def chunks_of(feed: Feed, plan: LoadPlan, chunk_bytes: int, read: Any) -> list[Any]:
     """Return ranks, bytes and hashes of every payload of every step."""
     seen: list[Any] = []
     files = OpenFiles(plan.files)
     try:
         for step in plan_steps(plan, chunk_bytes):
-            payloads = step_payloads(step, plan.tensors)
+            payloads = step_payloads(step, plan.tensors, range(plan.tp))
             slots = await feed.acquire(chunk_bytes, sum(each.nbytes > 0 for each in payloads))
             spare = list(slots)
             for payload in payloads:
                 payload.slot = spare.pop() if payload.nbytes else None
-            hashes = await feed.fill(files, plan.tensors, payloads)
+            hashes = await feed.fill(files, plan.tensors, places_of(payloads))
             seen += [
                 (each.ranks, read(each.slot, each.nbytes) if each.nbytes else b"")
                 for each in payloads
@@ -106,7 +111,7 @@ def test_any_plan_gives_the_same_chunks_on_the_device(
     plan = write_plan(folder, parts, tp)
     with pytest.MonkeyPatch.context() as patch:
         # Small, so that pieces end everywhere.
-        patch.setattr(feed_module, "PIECE_BYTES", data.draw(st.sampled_from((100, 5000, MIB))))
+        patch.setattr(filling, "PIECE_BYTES", data.draw(st.sampled_from((100, 5000, MIB))))
         asyncio.run(check_same(plan, data.draw(st.integers(1, 3)) * BLOCK_BYTES, device, threads))
 
 
@@ -154,12 +159,12 @@ async def test_a_file_that_ends_early_is_an_error(
     os.truncate(tmp_path / FILE, 20 * MIB)
     ring = DeviceFeed(NumpyDevice(), RING_BYTES, threads)
     *_, last = plan_steps(plan, 8 * MIB)
-    payloads = step_payloads(last, plan.tensors)
+    payloads = step_payloads(last, plan.tensors, range(plan.tp))
     slots = await ring.acquire(8 * MIB, len(payloads))
     for payload, slot in zip(payloads, slots, strict=True):
         payload.slot = slot
     with pytest.raises(DataLoss) as caught:
-        await ring.fill(files, plan.tensors, payloads)
+        await ring.fill(files, plan.tensors, places_of(payloads))
     ring.release(slots)
     files.close()
     assert caught.value.reason == "FILE_TRUNCATED"

@@ -85,6 +85,7 @@ def set_plan(record: LoadRecord, plan: LoadPlan) -> None:
             chunks=(),
             totals=tuple(plan.totals(rank) for rank in range(plan.tp)),
             staging_bytes=(),
+            read_alone_bytes=(),
             source_bytes=plan.source_bytes,
         )
     )

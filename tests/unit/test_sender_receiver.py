@@ -184,7 +184,9 @@ class Cluster:
             header, *pages = manifest_pages("load-1", plan, rank, rank_chunks(steps, rank))
             manifest = parse_manifest(header.header, [page.body for page in pages])
             device = devices[rank] if devices else CountingDevice()
-            session = LoadSession(manifest, device, MemoryTransport(self.network), self.threads)
+            session = LoadSession(
+                manifest, device, MemoryTransport(self.network), self.threads, self.threads
+            )
             port, token = await session.prepare()
             endpoint = RankEndpoint(f"w{rank}", "127.0.0.1", port, token)
             self.ranks.append(Rank(device, session, endpoint))
@@ -547,7 +549,7 @@ async def test_a_prepare_that_is_cancelled_while_allocating_gives_everything_bac
     plan = write_plan(tmp_path, [sized("a", 10), sized("b", 10)], 1)
     header, *pages = manifest_pages("l", plan, 0, rank_chunks(plan_steps(plan, CHUNK), 0))
     manifest = parse_manifest(header.header, [page.body for page in pages])
-    session = LoadSession(manifest, device, MemoryTransport(MemoryNetwork()), threads)
+    session = LoadSession(manifest, device, MemoryTransport(MemoryNetwork()), threads, threads)
     preparing = asyncio.create_task(session.prepare())
     await begun.wait()
     preparing.cancel()

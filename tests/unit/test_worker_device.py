@@ -100,7 +100,7 @@ class Loader:
 
     async def load(self) -> None:
         """Bring a load to its commit."""
-        await self.send(*await self.worker.prepare(self.manifest()))
+        await self.send(*(await self.worker.prepare(self.manifest())).door)
         await self.worker.commit("l")
 
     async def send(self, port: int, token: bytes) -> None:
@@ -198,7 +198,7 @@ async def test_no_call_of_the_device_keeps_the_event_loop(loader: Loader) -> Non
 
 
 async def test_an_abort_while_staging_is_allocated_frees_it(loader: Loader) -> None:
-    door = await loader.worker.prepare(loader.manifest())
+    door = (await loader.worker.prepare(loader.manifest())).door
     prepared = len(loader.device.live)
     loader.device.gated = "allocate"
     sending = asyncio.create_task(loader.send(*door))
@@ -214,7 +214,7 @@ async def test_an_abort_while_staging_is_allocated_frees_it(loader: Loader) -> N
 
 
 async def test_an_abort_whose_caller_leaves_is_done_all_the_same(loader: Loader) -> None:
-    await loader.send(*await loader.worker.prepare(loader.manifest()))
+    await loader.send(*(await loader.worker.prepare(loader.manifest())).door)
     loader.device.gated = "free"
     aborting = asyncio.create_task(loader.worker.abort("l"))
     await begun(loader)

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from loader_kernels.device import Device
@@ -57,7 +58,7 @@ async def serve(settings: Settings, device: Device) -> None:
     server = Server([SERVICE], settings.serving)
     host = await asyncio.to_thread(_advertised_host, settings)
     transport = UcxxTransport.start(settings.data_ports)
-    worker = Worker(settings.worker_id, device, transport)
+    worker = Worker(settings.worker_id, device, transport, settings.model_root)
     tasks: set[asyncio.Task[Any]] = set()
 
     def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -148,6 +149,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="name of its own in the cluster, kept across restarts (default %(default)s)",
     )
     parser.add_argument("--data-ports", default="", metavar="A-B", help="ports of the data plane")
+    parser.add_argument(
+        "--model-root",
+        metavar="DIR",
+        help="read checkpoints oneself beneath this folder only; default wherever this process may and the "
+        "files are proved to be the coordinator's",
+    )
     add_serving_arguments(parser)
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args(arguments)
@@ -166,9 +173,18 @@ def make_settings(options: argparse.Namespace) -> Settings:
         listen=options.listen or addresses.join(serving.default_host, 0),
         advertise=options.advertise,
         data_ports=addresses.parse_ports(options.data_ports),
+        model_root=_model_root(options.model_root),
         serving=serving,
         security=channel_security(options),
     )
+
+
+def _model_root(folder: str | None) -> Path | None:
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise InvalidRequest(f"--model-root {folder!r} is not a folder", field="model_root")
+    return Path(folder).resolve()
 
 
 def _open_device(name: str, memory_limit: int | None) -> Device:

@@ -1,39 +1,44 @@
-"""Receiving one rank's slices: chunks land in the tensors' own buffers and are hashed there."""
+"""Receiving one rank's slices: chunks arrive in the tensors' own buffers and are hashed and compared there."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from loader_kernels import digest
-from loader_kernels.device import Buffer, Copy, Device, Span
+from loader_kernels.device import Buffer, Device
 from loader_service.errors import DigestMismatch, LoaderError
 from loader_service.stream import wire
-from loader_service.stream.chunks import CREDITS, Chunk, Extent, largest_bundle_bytes
+from loader_service.stream.chunks import CREDITS, Chunk
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, PeerLostError
+from loader_worker.arrivals import Landed, LocalFiles, ReadChunks, SentChunks
 from loader_worker.manifest import Manifest
 
-__all__ = ["Receiver", "free_all"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["Receiver"]
 
 REFUSAL_SECONDS = 1.0
 """How long a refused peer may take to read why before the connection is dropped."""
 
 
 class Receiver:
-    """Fills the buffers of one manifest from one connection and verifies every slice.
+    """Fills the buffers of one manifest and verifies every slice.
 
-    Cancelling `run` aborts the connection; nothing writes to the buffers when it returns.
+    The connection brings the chunks, or with `local` the worker reads them itself and the connection
+    carries only what the streamer hears of it. Cancelling `run` aborts the connection; nothing writes to
+    the buffers when it returns.
     """
 
     def __init__(
-        self, manifest: Manifest, buffers: Sequence[Buffer], device: Device, hashers: Executor
+        self,
+        manifest: Manifest,
+        buffers: Sequence[Buffer],
+        device: Device,
+        hashers: Executor,
+        local: LocalFiles | None = None,
     ) -> None:
         """Prepare to receive.
 
@@ -42,16 +47,16 @@ class Receiver:
             buffers: one per slice, zero rows already zeroed; owned by the caller.
             device: device that the buffers are on.
             hashers: threads that call the device, which can block: they allocate, hash, copy and free.
+            local: files to read the slices from.
         """
         self._manifest = manifest
         self._buffers = buffers
         self._device = device
         self._hashers = hashers
+        self._local = local
         self._checks = [_SliceCheck(piece.nbytes) for piece in manifest.slices]
-        self._staging: list[Buffer] = []
-        """Landing room for bundles that no task uses at the moment."""
         self._next_chunk = itertools.count()
-        self._refusal: DigestMismatch | None = None
+        self._refusal: LoaderError | None = None
         self.done_bytes = 0
         """Payload bytes that have landed and been hashed."""
 
@@ -61,17 +66,23 @@ class Receiver:
         Raises:
             PeerLostError: the connection is gone.
             DigestMismatch: a slice's landed bytes are not the ones that were read.
+            LoaderError: what reading raises, see `read_tensor`.
         """
         await connection.send(wire.TAG_WELCOME, bytearray(wire.encode_welcome(CREDITS)))
+        chunks = self._arrivals(connection)
         try:
-            await run_in_thread(self._hashers, self._allocate_staging)
+            await run_in_thread(self._hashers, chunks.open)
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(CREDITS, len(self._manifest.chunks))):
-                    group.create_task(self._take_chunks(connection))
+                    group.create_task(self._take_chunks(connection, chunks))
+            await run_in_thread(self._hashers, chunks.check)
         except BaseExceptionGroup as failed:
             raise self._refusal or failed.exceptions[0] from None
+        except LoaderError as error:
+            await _refuse(connection, error)
+            raise
         finally:
-            await run_in_thread(self._hashers, free_all, self._device, self._staging)
+            await run_in_thread(self._hashers, chunks.close)
         unverified = [
             piece.name
             for piece, check in zip(self._manifest.slices, self._checks, strict=True)
@@ -80,89 +91,47 @@ class Receiver:
         if unverified:
             raise self._mismatch(unverified[0], "missing", "")
 
-    async def _take_chunks(self, connection: Connection) -> None:
+    def _arrivals(self, connection: Connection) -> SentChunks | ReadChunks:
+        if self._local is not None:
+            return ReadChunks(self._manifest, self._buffers, self._device, self._local)
+        return SentChunks(self._manifest, self._buffers, self._device, self._hashers, connection)
+
+    async def _take_chunks(self, connection: Connection, chunks: SentChunks | ReadChunks) -> None:
         """Take chunks one after another until none is left; several of these run side by side."""
         while (index := next(self._next_chunk)) < len(self._manifest.chunks):
             chunk = self._manifest.chunks[index]
-            staging = self._staging.pop() if len(chunk.extents) > 1 else None
             try:
-                await self._take_chunk(connection, index, chunk, staging)
-            except DigestMismatch as error:
+                self._check(chunk, await chunks.take(index, chunk))
+            except LoaderError as error:
                 # The streamer hangs up once it has read this; that may end another task, and
                 # through it this one, before it is raised.
-                self._refusal = self._refusal or error
-                await _refuse(connection, error)
+                if self._refusal is None:
+                    self._refusal = error
+                    await _refuse(connection, error)
                 raise
-            finally:
-                if staging is not None:
-                    self._staging.append(staging)
             self.done_bytes += chunk.nbytes
             await connection.send(wire.TAG_CREDIT, bytearray(wire.encode_credit(index)))
 
-    def _allocate_staging(self) -> None:
-        """Allocate one buffer for every bundle that can be on its way at once."""
-        bundles = sum(len(chunk.extents) > 1 for chunk in self._manifest.chunks)
-        for _ in range(min(CREDITS, bundles)):
-            self._staging.append(self._device.allocate(largest_bundle_bytes(self._manifest.chunks)))
-
-    async def _take_chunk(
-        self, connection: Connection, index: int, chunk: Chunk, staging: Buffer | None
-    ) -> None:
-        if chunk.nbytes:
-            if len(chunk.extents) == 1:
-                (extent,) = chunk.extents
-                buffer, offset = self._buffers[extent.slice_index], extent.offset
-            else:
-                assert staging is not None
-                buffer, offset = staging, 0
-            window = self._device.window(buffer, offset, chunk.nbytes)
-            await connection.recv(wire.chunk_tag(index), window)
-        landed = await run_in_thread(self._hashers, self._land, chunk, staging)
-        for extent, hashes in zip(chunk.extents, landed, strict=True):
+    def _check(self, chunk: Chunk, landed: Landed) -> None:
+        """Compare the digests of slices as soon as both are there."""
+        for extent, hashes in zip(chunk.extents, landed.hashes, strict=True):
             self._checks[extent.slice_index].add(extent.offset, hashes)
-        ended = [extent.slice_index for extent in chunk.extents if self._ends_slice(extent)]
-        if ended:
-            record = bytearray(digest.DIGEST_BYTES * len(ended))
-            await connection.recv(wire.end_tag(index), record)
-            for position, slice_index in enumerate(ended):
-                start = position * digest.DIGEST_BYTES
-                self._checks[slice_index].expected = bytes(
-                    record[start : start + digest.DIGEST_BYTES]
-                )
+        for slice_index, expected in landed.expected.items():
+            self._checks[slice_index].expected = expected
         for extent in chunk.extents:
             self._compare(extent.slice_index)
 
-    def _ends_slice(self, extent: Extent) -> bool:
-        piece = self._manifest.slices[extent.slice_index]
-        return extent.offset + extent.length == piece.wire_bytes
-
-    def _land(self, chunk: Chunk, staging: Buffer | None) -> list[bytes]:
-        """Move a bundle's extents to their buffers; return the hashes of what the buffers hold."""
-        position = 0
-        copies, spans = [], []
-        for extent in chunk.extents:
-            buffer = self._buffers[extent.slice_index]
-            if len(chunk.extents) > 1:
-                assert staging is not None
-                copies.append(Copy(staging, position, buffer, extent.offset, extent.length))
-                position += extent.length
-            end = extent.offset + extent.length
-            if self._ends_slice(extent):
-                # The zero rows belong to the digest.
-                end = self._manifest.slices[extent.slice_index].nbytes
-            spans.append(Span(buffer, extent.offset, end - extent.offset))
-        self._device.copy(copies)
-        return self._device.block_hashes(spans)
-
     def _compare(self, slice_index: int) -> None:
-        """Compare a slice's digests as soon as both are there."""
         piece, check = self._manifest.slices[slice_index], self._checks[slice_index]
-        if check.expected is None or check.missing_blocks or check.verified:
+        if check.missing_blocks or check.verified:
             return
-        hashes = b"".join(check.parts[offset] for offset in sorted(check.parts))
-        landed = digest.combine(hashes, piece.nbytes, piece.dtype, piece.shape)
-        if landed != check.expected:
-            raise self._mismatch(piece.name, check.expected.hex(), landed.hex())
+        if self._local is None:
+            if check.expected is None:
+                return
+            hashes = b"".join(check.parts[offset] for offset in sorted(check.parts))
+            landed = digest.combine(hashes, piece.nbytes, piece.dtype, piece.shape)
+            if landed != check.expected:
+                raise self._mismatch(piece.name, check.expected.hex(), landed.hex())
         check.verified = True
         check.parts.clear()
 
@@ -192,15 +161,6 @@ class _SliceCheck:
         """Take the hashes of the blocks that start at `offset`."""
         self.parts[offset] = hashes
         self.missing_blocks -= len(hashes) // digest.HASH_BYTES
-
-
-def free_all(device: Device, buffers: list[Buffer]) -> None:
-    """Free and forget every buffer; what cannot be freed is logged. Runs in a thread."""
-    while buffers:
-        try:
-            device.free(buffers.pop())
-        except Exception:  # noqa: BLE001 - one bad buffer must not keep the others
-            _log.exception("a buffer could not be freed")
 
 
 async def _refuse(connection: Connection, error: LoaderError) -> None:

@@ -14,6 +14,7 @@ from loader_service.errors import InvalidRequest, LoadNotFound
 from loader_service.serving.paging import paginate
 from loader_service.stream.threads import run_in_thread
 from loader_service.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from loader_service.v1.types_pb2 import WeightSource
 from loader_worker.manifest import parse_manifest
 from loader_worker.store import WeightNotFoundError, WeightTensor
 from loader_worker.worker import Worker
@@ -140,9 +141,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if header is None:
             raise InvalidRequest("the manifest has no header", reason="INVALID_MANIFEST")
         manifest = await run_in_thread(self._worker.threads, parse_manifest, header, pages)
-        port, token = await self._worker.prepare(manifest)
+        session = await self._worker.prepare(manifest)
+        port, token = session.door
+        local = session.reads_itself
         return worker_pb2.PrepareLoadResponse(
-            data_host=self._data_host, data_port=port, token=token
+            data_host=self._data_host,
+            data_port=port,
+            token=token,
+            source=WeightSource.WEIGHT_SOURCE_LOCAL
+            if local
+            else WeightSource.WEIGHT_SOURCE_COORDINATOR,
+            not_local_because=session.not_local_because,
         )
 
     async def CommitLoad(

@@ -8,22 +8,28 @@ import hmac
 import logging
 import secrets
 from concurrent.futures import Executor
+from pathlib import Path
 
 from loader_kernels.device import Buffer, Device, DeviceOutOfMemoryError
+from loader_service.checkpoint.catalog import CheckpointFile
 from loader_service.errors import (
     InternalError,
     LoaderError,
+    LocalSourceUnavailable,
     OutOfMemory,
     StreamerLost,
     WrongState,
 )
 from loader_service.stream import wire
 from loader_service.stream.chunks import staging_bytes
+from loader_service.stream.jobs import LOCAL_LANES
+from loader_service.stream.proof import NotTheSameError, same_file
 from loader_service.stream.threads import run_in_thread
 from loader_service.stream.transport import Connection, Listener, PeerLostError, Transport
 from loader_service.v1.types_pb2 import WorkerLoadState
+from loader_worker.arrivals import LocalFiles, free_all
 from loader_worker.manifest import Manifest
-from loader_worker.receive import Receiver, free_all
+from loader_worker.receive import Receiver
 from loader_worker.store import WeightStore, WeightTensor
 
 __all__ = ["LoadSession"]
@@ -41,9 +47,24 @@ class LoadSession:
     """
 
     def __init__(
-        self, manifest: Manifest, device: Device, transport: Transport, threads: Executor
+        self,
+        manifest: Manifest,
+        device: Device,
+        transport: Transport,
+        threads: Executor,
+        readers: Executor,
+        model_root: Path | None = None,
     ) -> None:
-        """Describe the load; `prepare` allocates."""
+        """Describe the load; `prepare` allocates.
+
+        Args:
+            manifest: what to keep.
+            device: where to keep it.
+            transport: data plane.
+            threads: threads for blocking work on the device.
+            readers: threads that read files, should this worker read for itself.
+            model_root: folder that such files must lie in; None allows every place.
+        """
         self.manifest = manifest
         self.state = WorkerLoadState.WORKER_LOAD_STATE_PREPARED
         self.failure: LoaderError | None = None
@@ -51,6 +72,10 @@ class LoadSession:
         self._device = device
         self._transport = transport
         self._threads = threads
+        self._readers = readers
+        self._model_root = model_root
+        self._files: dict[str, CheckpointFile] = {}
+        self.not_local_because = ""
         self._buffers: list[Buffer] = []
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._listener: Listener | None = None
@@ -64,22 +89,31 @@ class LoadSession:
         """Payload bytes that have landed and been hashed."""
         return self._receiver.done_bytes if self._receiver else 0
 
+    @property
+    def reads_itself(self) -> bool:
+        """Whether the slices are read here; if not, and it was asked for, `not_local_because` says why."""
+        return bool(self._files)
+
     async def prepare(self) -> tuple[int, bytes]:
-        """Check the memory, allocate every buffer and open the listener.
+        """Look for the files, check the memory, allocate every buffer and open the listener.
 
         Returns:
             (port of the listener, token that the first message must carry).
 
         Raises:
             OutOfMemory: the slices do not fit; nothing is allocated then.
+            LocalSourceUnavailable: the worker must read for itself and cannot.
         """
+        if self.manifest.files:
+            await run_in_thread(self._readers, self._find_files)
         try:
             await run_in_thread(self._threads, self._allocate)
             self._listener = await self._transport.listen(self._greet_later)
         except BaseException:
             await self._free()
             raise
-        self._receiver = Receiver(self.manifest, self._buffers, self._device, self._threads)
+        local = LocalFiles(self._files, self._readers) if self.reads_itself else None
+        self._receiver = Receiver(self.manifest, self._buffers, self._device, self._threads, local)
         self._receiving = asyncio.create_task(self._receive(self._receiver))
         return self.door
 
@@ -131,9 +165,26 @@ class LoadSession:
         self._disconnect()
         await self._free()
 
+    def _find_files(self) -> None:
+        """Decide whether to read the slices here: all of the files must be the ones that were planned."""
+        try:
+            self._files = {
+                proof.name: same_file(proof, self._model_root) for proof in self.manifest.files
+            }
+        except NotTheSameError as error:
+            if self.manifest.must_be_local:
+                raise LocalSourceUnavailable(
+                    f"rank {self.manifest.rank} is to read for itself, but {error}",
+                    rank=self.manifest.rank,
+                ) from error
+            _log.info("load %s: not read here: %s", self.manifest.load_id, error)
+            self.not_local_because = str(error)
+
     def _allocate(self) -> None:
         """Allocate every buffer, or raise; the caller frees."""
-        wanted = self.manifest.resident_bytes + staging_bytes(self.manifest.chunks)
+        wanted = self.manifest.resident_bytes
+        if not self.reads_itself:
+            wanted += staging_bytes(self.manifest.chunks)
         free = self._device.memory().free_bytes
         if wanted > free:
             raise self._out_of_memory(wanted, free)
@@ -180,7 +231,7 @@ class LoadSession:
             connection = await self._connected
             self._close_listener()
             self.state = WorkerLoadState.WORKER_LOAD_STATE_RECEIVING
-            self.lanes = connection.lanes
+            self.lanes = LOCAL_LANES if self.reads_itself else connection.lanes
             await receiver.run(connection)
             self.state = WorkerLoadState.WORKER_LOAD_STATE_VERIFIED
             # Who has read the verdict may hang up before we learn that it arrived. Who has not calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from loader_service.channel_security import ChannelSecurity
 from loader_service.serving.options import ServingOptions
@@ -20,6 +21,7 @@ class Settings:
         listen: `HOST:PORT` to serve at.
         advertise: `HOST:PORT` given to others; empty for that of `listen`.
         data_ports: ports of the data plane, None for any.
+        model_root: folder outside of which the worker reads no file, links resolved; None for any.
         serving: whom to let in, and what to record.
         security: how the coordinator is called.
     """
@@ -29,5 +31,6 @@ class Settings:
     listen: str
     advertise: str = ""
     data_ports: range | None = None
+    model_root: Path | None = None
     serving: ServingOptions = dataclasses.field(default_factory=ServingOptions)
     security: ChannelSecurity = dataclasses.field(default_factory=ChannelSecurity)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from loader_kernels.device import Device
 from loader_service.errors import LoadNotFound, WorkerBusy
@@ -23,17 +25,27 @@ __all__ = ["Worker"]
 
 _log = logging.getLogger(__name__)
 
+_MAX_READERS = 16
+"""Threads that read files: more bring nothing, see `stream/filling.py`."""
+
 
 class Worker:
     """Prepares, commits and ends loads on one device. Used from one event loop."""
 
-    def __init__(self, worker_id: str, device: Device, transport: Transport) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        device: Device,
+        transport: Transport,
+        model_root: Path | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
             worker_id: name of the worker, kept across restarts.
             device: device that the weights go to.
             transport: data plane.
+            model_root: folder outside of which this worker reads no file, links resolved.
         """
         self.worker_id = worker_id
         self.incarnation = uuid.uuid4().hex
@@ -42,25 +54,30 @@ class Worker:
         self._transport = transport
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="device")
         """Threads for blocking work on the device."""
+        self._readers = ThreadPoolExecutor(
+            min(_MAX_READERS, os.cpu_count() or 1), thread_name_prefix="reader"
+        )
+        self._model_root = model_root
         self._session: LoadSession | None = None
         self._registered_until = 0.0
         # Prepare, commit and abort change what the worker holds; one at a time.
         self._changing = asyncio.Lock()
 
-    async def prepare(self, manifest: Manifest) -> tuple[int, bytes]:
+    async def prepare(self, manifest: Manifest) -> LoadSession:
         """Get ready to receive `manifest`; repeating it before a chunk has landed is harmless.
 
         Returns:
-            (port of the data-plane listener, token that opens it).
+            The session, whose `door` the streamer is to come through.
 
         Raises:
             WorkerBusy: another load is here.
             OutOfMemory: the slices do not fit.
+            LocalSourceUnavailable: the worker must read for itself and cannot.
         """
         async with self._changing:
             await self._drop_failed()
             if self._session is not None and self._session.awaits(manifest):
-                return self._session.door
+                return self._session
             if self._session is not None:
                 held = self._session.manifest.load_id
                 raise WorkerBusy(
@@ -68,8 +85,15 @@ class Worker:
                     worker_id=self.worker_id,
                     load_id=held,
                 )
-            session = LoadSession(manifest, self.device, self._transport, self.threads)
-            answer = await session.prepare()
+            session = LoadSession(
+                manifest,
+                self.device,
+                self._transport,
+                self.threads,
+                self._readers,
+                self._model_root,
+            )
+            await session.prepare()
             self._session = session
             _log.info(
                 "load %s: prepared %d bytes for rank %d of %d",
@@ -78,7 +102,7 @@ class Worker:
                 manifest.rank,
                 manifest.tp,
             )
-            return answer
+            return session
 
     async def commit(self, load_id: str) -> None:
         """Make a verified load visible; repeating it is harmless.
@@ -112,6 +136,7 @@ class Worker:
             if self._session is not None:
                 await self._end(self._session)
         self.threads.shutdown()
+        self._readers.shutdown()
 
     def committed(self, load_id: str) -> LoadSession:
         """Return the committed load.
